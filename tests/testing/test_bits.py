@@ -15,6 +15,7 @@ def of_every_layout() -> dict[str, torch.Tensor]:
         "strided": dense,
         "transposed": dense.t(),
         "expanded": torch.ones(1, 3).expand(4, 3),
+        "one element of a wide stride": torch.ones(8)[::8],
         "zero-dimensional": torch.tensor(2.0),
         "bfloat16": dense.bfloat16(),
         "integer": dense.int(),

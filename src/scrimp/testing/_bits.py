@@ -100,7 +100,8 @@ def _assert_same_bits(name: str, expected: Tensor, actual: Tensor) -> None:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The elements' bytes, one row an element."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    flat = resolved.clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
 

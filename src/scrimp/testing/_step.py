@@ -192,7 +192,10 @@ def _seeded(seed: int) -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
+        # Not `torch.manual_seed`: without a GPU it queues a call, with a stack trace, for a CUDA to come.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed)
