@@ -1,0 +1,79 @@
+"""Process-wide settings that change what a kernel computes.
+
+A replay runs later than the operator that it repeats, perhaps under other settings. They are put back for its duration,
+so that its bits cannot depend on when it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+Environment = tuple[Any, ...]
+
+
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _fp32_precision(backend: str, operation: str) -> _Setting:
+    # The public properties raise when a program mixes the old and the new way to set them; these do not.
+    return _Setting(
+        lambda: torch._C._get_fp32_precision_getter(backend, operation),
+        lambda value: torch._C._set_fp32_precision_setter(backend, operation, value),
+    )
+
+
+def _cuda_matmul(name: str) -> _Setting:
+    return _Setting(
+        lambda: getattr(torch.backends.cuda.matmul, name),
+        lambda value: setattr(torch.backends.cuda.matmul, name, value),
+    )
+
+
+_SETTINGS = (
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _Setting(torch.get_num_threads, torch.set_num_threads),
+    _Setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    _Setting(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    _Setting(torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    _Setting(torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    _cuda_matmul("allow_fp16_reduced_precision_reduction"),
+    _cuda_matmul("allow_bf16_reduced_precision_reduction"),
+    *(_fp32_precision("cuda", operation) for operation in ("matmul", "conv", "rnn")),
+    *(_fp32_precision("mkldnn", operation) for operation in ("matmul", "conv", "rnn")),
+)
+
+
+def current() -> Environment:
+    """Return the settings in force now."""
+    return tuple(setting.read() for setting in _SETTINGS)
+
+
+def changed_since(environment: Environment) -> bool:
+    """Tell whether the settings that programs change in mid-forward differ from ``environment``.
+
+    It is asked before every operator, so it looks only at the two that code inside a model does change.
+    """
+    return torch.get_default_dtype() is not environment[0] or torch._C._get_deterministic_algorithms() is not (
+        environment[1] > 0
+    )
+
+
+@contextmanager
+def restored(environment: Environment) -> Iterator[None]:
+    """Put ``environment`` in force inside the block, and what was in force before back after it."""
+    before = current()
+    changed = [i for i, value in enumerate(before) if value != environment[i]]
+    for i in changed:
+        _SETTINGS[i].write(environment[i])
+    try:
+        yield
+    finally:
+        for i in changed:
+            _SETTINGS[i].write(before[i])

@@ -1,0 +1,312 @@
+"""Recording: every operator of the forward pass is noted as it runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scrimp import _environment
+from scrimp._geometry import covers_storage, geometry_of, is_plain, private_copy
+from scrimp._operators import Kind, Operator, operator
+from scrimp._rng import draw_before
+from scrimp._streams import stream_of
+from scrimp._value import Blank, Call, Ref, Value, release, secure, share
+
+if TYPE_CHECKING:
+    from scrimp._scope import Scope
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Forgets its storage's entry when the storage dies; until then its address cannot be given to another one."""
+
+    __slots__ = ("address",)
+    address: int
+
+
+class _UnrepeatableError(Exception):
+    """This call cannot be noted in a way that allows it to be repeated."""
+
+
+class Recorder:
+    """What is known of every storage seen since the outermost session of this thread was entered."""
+
+    def __init__(self, scope: Scope, recording: bool) -> None:
+        self.scope = scope
+        """The innermost session now; operators are recorded under it."""
+        self.recording = recording
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._released: deque[Value] = deque()
+        self._replayed: dict[int, set[Value]] = {}
+        self._values: dict[int, Value] = {}
+        self._sequence = 0
+        self._environment = _environment.current()
+
+    # -- one at a time ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self._lock.acquire()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._depth == 1:
+            self._settle_released()
+        self._depth -= 1
+        self._lock.release()
+
+    def release_handle(self, value: Value) -> None:
+        """Take note that a handle died. That can happen anywhere, also in the middle of our own bookkeeping."""
+        self._released.append(value)
+        while self._released and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return  # whoever is at work here does it when done
+                self._settle_released()
+            finally:
+                self._lock.release()
+
+    def _settle_released(self) -> None:
+        while self._released:
+            value = self._released.popleft()
+            value.handles -= 1
+            if not value.handles and not value.external:
+                value.scope.ledger.made.leave(value.nbytes)
+            value.settle()
+            release(value)
+
+    def drop_again_after(self, task: int, values: set[Value]) -> None:
+        """When backward pass ``task`` is over, drop what it replayed and did not use up, as with ``retain_graph``."""
+        if task not in self._replayed:
+            self._replayed[task] = set()
+            Variable._execution_engine.queue_callback(lambda: self._drop_again(task))
+        self._replayed[task] |= values
+
+    def _drop_again(self, task: int) -> None:
+        with self:
+            for value in self._replayed.pop(task):
+                if value.tensor is not None and value.secured and not value.rooted:
+                    value.let_go()
+
+    # -- storages and their values ----------------------------------------------------------------------------------
+
+    def find(self, tensor: Tensor) -> Value:
+        """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        if value is not None and tensor._version == value.version:
+            return value
+        # Unknown, or written without a word to the dispatcher: either way nobody can say how to make it again.
+        return self._adopt(tensor, external=value is None or value.external)
+
+    def _adopt(self, tensor: Tensor, external: bool) -> Value:
+        value = self._enter(tensor, None, 0)
+        if not self.recording:
+            # Without a record, parameters are all that can be told from what the forward pass made.
+            base = tensor if tensor._base is None else tensor._base
+            external = base.is_leaf and base.requires_grad
+        value.external = external
+        if external:
+            value.rooted = True
+            alias = share(tensor)
+            value.hold(alias, alias)
+        return value
+
+    def _enter(self, tensor: Tensor, call: Call | None, index: int) -> Value:
+        """Say that ``tensor``'s storage holds a new value from now on."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        value = Value(tensor, geometry_of(tensor), storage.nbytes(), self.scope, call, index)
+        value.stream = stream_of(value.device)
+        ref = _StorageRef(storage, self._forget)
+        ref.address = address
+        value.storage = ref
+        before = self._values.get(address)
+        if before is not None:
+            before.storage = None
+        self._values[address] = value
+        if call is not None:
+            call.outputs.append(weakref.ref(value))
+        return value
+
+    def _forget(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(ref, _StorageRef)
+        self._values.pop(ref.address, None)
+
+    def close(self) -> None:
+        """Forget every storage: nothing more will be recorded. What autograd saved lives on with its handles."""
+        with self:
+            values = list(self._values.values())
+            self._values.clear()
+            for value in values:
+                value.storage = None
+                value.rooted = False
+                if value.demand == 0 and value.tensor is not None:
+                    value.let_go()
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator and take note of what it reads, makes and writes."""
+        facts = operator(func)
+        match facts.kind:
+            case Kind.LOOK:
+                return func(*args, **kwargs)
+            case Kind.COMPUTE:
+                return self._compute(facts, args, kwargs)
+            case Kind.RESHAPE_IN_PLACE:
+                if is_plain(args[0]):
+                    self.find(args[0]).forget_birth()
+                return func(*args, **kwargs)
+            case Kind.RESTORAGE:
+                with self:
+                    self._before_write(args[0])
+                result = func(*args, **kwargs)
+                self._adopt(args[0], external=False)
+                return result
+
+    def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)]
+        with self:
+            try:
+                call = self._note(facts, args, kwargs, written)
+            except _UnrepeatableError:
+                call = None
+            external = [self._before_write(tensor) for tensor in written]
+        result = facts.func(*args, **kwargs)
+        results = list(tensors_in(result))
+        if call is not None and results and not facts.repeats_on(results[0].device):
+            call = None
+        for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
+            self._wrote(tensor, None if is_external else call, index, is_external)
+        for index, tensor in enumerate(results):
+            if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
+                self._enter(tensor, call, index)
+        return result
+
+    def _note(
+        self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
+    ) -> Call | None:
+        """Return how to repeat this call, or None where that cannot be promised.
+
+        Inside ``no_grad`` it never is: that is where custom Functions run their kernels, some of which write to tensors
+        unseen by the dispatcher, and what is computed there is seldom worth dropping.
+        """
+        if not facts.replayable or not torch.is_grad_enabled():
+            return None
+        blank = () if facts.reads_what_it_writes(args) else tuple(id(t) for t in written if covers_storage(t))
+        inputs: dict[Value, None] = {}
+
+        def noted(argument: Any) -> Any:
+            if isinstance(argument, Tensor):
+                if id(argument) in blank:
+                    return Blank(geometry_of(argument), argument.device)
+                if not is_plain(argument):
+                    raise _UnrepeatableError
+                value = self._read(argument)
+                inputs[value] = None
+                return Ref(value, None if value.born() is argument else geometry_of(argument))
+            if isinstance(argument, (list, tuple)):
+                return [noted(one) for one in argument]
+            return argument
+
+        noted_args = [noted(argument) for argument in facts.with_snapshots(args)]
+        noted_kwargs = {name: noted(argument) for name, argument in kwargs.items()} if kwargs else kwargs
+        draw = draw_before(args, kwargs) if facts.random else None
+        if facts.random and draw is None:
+            return None
+        if _environment.changed_since(self._environment):
+            self._environment = _environment.current()
+        self._sequence += 1
+        return Call(
+            operator=facts,
+            args=noted_args,
+            kwargs=noted_kwargs,
+            inputs=tuple(inputs),
+            written=tuple({self.find(tensor): None for tensor in written if id(tensor) not in blank}),
+            draw=draw,
+            environment=self._environment,
+            sequence=self._sequence,
+        )
+
+    def _read(self, tensor: Tensor) -> Value:
+        value = self.find(tensor)
+        if value.scope is not self.scope and value.call is not None and not value.boundary:
+            value.boundary = True
+            value.scope.around(self.scope).decide(value)
+        return value
+
+    def _before_write(self, tensor: Tensor) -> bool:
+        """Save what a coming write destroys, if anybody is going to need it; tell whether the storage is external."""
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        if value is None:
+            return True
+        value.overwritten = True
+        value.rooted = False
+        if value.tensor is None:
+            return value.external
+        if value.demand == 0:
+            value.let_go()
+        elif value.demand > value.handles:
+            # A dropped value is replayed from it. Autograd's own handles see the write and refuse, as without us.
+            if value.call is not None and (value.secured or secure(value)):
+                value.let_go()
+            else:
+                copy = private_copy(value.tensor)
+                value.copied = True
+                value.hold(copy, copy)
+        return value.external
+
+    def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> None:
+        value = self._enter(tensor, call, index)
+        if external:
+            value.external = value.rooted = True
+            alias = share(tensor)
+            value.hold(alias, alias)
+        # Autograd counts the write only after this operator has returned to it.
+        value.version += 1
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what an operator returned, in order."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for one in result:
+            yield from tensors_in(one)
+
+
+class _Replaying(threading.local):
+    """Whether this thread is repeating operators: then no recorder takes note of them."""
+
+    active = False
+
+
+replaying = _Replaying()
+
+
+class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every operator to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if replaying.active or not isinstance(func, OpOverload):
+            return func(*args, **(kwargs or {}))
+        for kind in types:
+            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                # A subclass with a dispatch of its own: let it take itself apart, and see what it calls on its parts.
+                return NotImplemented
+        return self._recorder.run(func, args, kwargs or {})

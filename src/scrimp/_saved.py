@@ -1,0 +1,225 @@
+"""What autograd saves: the two hooks that replace tensors by handles and handles by tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from scrimp._geometry import Geometry, geometry_of, is_plain, look, same_bits
+from scrimp._record import Recorder
+from scrimp._replay import Replay
+from scrimp._scope import Scope
+from scrimp._streams import ready_now, wait_until
+from scrimp._value import Value, release, secure, share
+from scrimp.errors import ReplayMismatchError, SavedChangedError
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+class Handle:
+    """Stands for a tensor in autograd's graph. The value's bytes are demanded as long as it lives."""
+
+    __slots__ = ("geometry", "recorder", "value")
+
+    def __init__(self, value: Value, geometry: Geometry | None, recorder: Recorder) -> None:
+        self.value = value
+        self.geometry = geometry
+        self.recorder = recorder
+
+    def __del__(self) -> None:
+        self.recorder.release_handle(self.value)
+
+
+class Whole:
+    """A handle that simply keeps a tensor which is not just a look at a storage: sparse, nested, quantized, zero."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = share(tensor)
+        self.version = self.tensor._version
+
+
+class Parts:
+    """A handle for a subclass that can take itself apart into plain tensors and be put together again."""
+
+    __slots__ = ("context", "kind", "parts", "size", "stride")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.parts = {name: pack(getattr(tensor, name)) for name in names}
+
+    def together(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Return the tensor again."""
+        parts = {name: unpack(part) for name, part in self.parts.items()}
+        tensor: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return tensor
+
+
+class Hooks:
+    """The pair of saved-tensor hooks of one scope."""
+
+    def __init__(self, recorder: Recorder, scope: Scope) -> None:
+        self._recorder = recorder
+        self._scope = scope
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Replace a tensor that autograd saves by a handle."""
+        # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
+        by_function = sys._getframe(1).f_code is _APPLY
+        return self._packed(tensor, by_function)
+
+    def _packed(self, tensor: Tensor, by_function: bool) -> Any:
+        if not is_plain(tensor):
+            if is_traceable_wrapper_subclass(cast(object, tensor)):
+                return Parts(tensor, lambda part: self._packed(part, by_function))
+            return Whole(tensor)
+        with self._recorder as recorder:
+            value = recorder.find(tensor)
+            self._save(value, tensor, by_function)
+            geometry = None if value.born() is tensor else geometry_of(tensor)
+            return Handle(value, None if geometry == value.geometry else geometry, recorder)
+
+    def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
+        if value.call is not None and not by_function:
+            scope = value.scope if value.scope is self._scope else value.scope.around(self._scope)
+            scope.decide(value)
+        if not value.handles and not value.external:
+            value.scope.ledger.made.enter(value.nbytes)
+        value.handles += 1
+        value.demand += 1
+        if by_function or value.call is None:
+            _keep_for_good(value, tensor)
+        elif value.tensor is None:
+            if value.pinned or not (value.secured or secure(value)):
+                _keep(value, tensor)
+                value.scope.offer(value)
+            else:
+                value.settle()
+            if value.scope.control.verify and value.proof is None:
+                value.proof = _copy_of(tensor, value.geometry)
+            value.scope.make_room()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Give autograd the tensor that a handle stands for."""
+        match packed:
+            case Parts():
+                return packed.together(self.unpack)
+            case Whole(tensor=tensor, version=version):
+                if tensor._version != version:
+                    raise SavedChangedError(_saved_changed(f"a {tensor.layout} tensor of shape {list(tensor.shape)}"))
+                return tensor
+        value = packed.value
+        with packed.recorder:
+            gone = value.overwritten and (value.tensor is None or value.copied)
+            if gone or (value.tensor is not None and not value.unchanged()):
+                raise SavedChangedError(_saved_changed(f"a tensor ({value})"))
+            if value.tensor is not None:
+                tensor = value.tensor
+                wait_until(value.ready, tensor)
+            else:
+                tensor = _bring_back(value, packed.recorder)
+            if packed.geometry is None:
+                return tensor
+            with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+                return look(tensor, packed.geometry)
+
+
+def _keep(value: Value, tensor: Tensor) -> None:
+    witness = share(tensor)
+    if value.born() is tensor or geometry_of(tensor) == value.geometry:
+        value.hold(witness, witness)
+    else:
+        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+            value.hold(look(witness, value.geometry), witness)
+
+
+def _copy_of(tensor: Tensor, geometry: Geometry) -> Tensor:
+    with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+        return look(tensor.detach(), geometry).clone()
+
+
+def _keep_for_good(value: Value, tensor: Tensor) -> None:
+    if value.tensor is None:
+        _keep(value, tensor)
+    if value.secured:
+        value.secured = False
+        assert value.call is not None
+        for source in value.call.inputs:
+            release(source)
+    value.call = None
+
+
+def _bring_back(target: Value, recorder: Recorder) -> Tensor:
+    replay = Replay(target)
+    task = torch._C._current_graph_task_id()
+    keep = _worth_keeping(replay) if task != -1 else set()
+    results, seconds = replay.timed(keep)
+    ledger = target.scope.ledger
+    ledger.replayed_operators += len(replay.calls)
+    ledger.replayed_seconds += seconds
+    ready = ready_now(target.device)
+    for value, tensor in results.items():
+        if value.proof is not None and not same_bits(tensor, value.proof):
+            raise ReplayMismatchError(_mismatch(value))
+    for value in keep:
+        value.hold(results[value], results[value])
+        value.ready = ready
+        value.scope.offer(value)
+    if keep:
+        recorder.drop_again_after(task, keep)
+    return results[target]
+
+
+def _worth_keeping(replay: Replay) -> set[Value]:
+    """Return what a replay computes that backward is going to ask for as well, as far as budgets allow.
+
+    Those are values that autograd saved, and those where the replay of a region starts; but not what belongs to other
+    regions: these are replayed on their own, when their turn comes.
+    """
+    around = set(replay.target.scope.line())
+    wanted = [
+        value
+        for value in replay.results()
+        if value.tensor is None
+        and not value.overwritten
+        and value.scope in around
+        and (value.handles or (value.boundary and value.demand))
+    ]
+    # Backward goes from the end to the beginning: of what does not all fit, the latest is needed first.
+    wanted.sort(key=lambda value: (value is replay.target, value.call.sequence if value.call else 0), reverse=True)
+    room = {scope: scope.room() for scope in around}
+    keep = set()
+    for value in wanted:
+        left = room[value.scope]
+        if left is None or left >= value.nbytes:
+            keep.add(value)
+            room[value.scope] = None if left is None else left - value.nbytes
+    return keep
+
+
+def _mismatch(value: Value) -> str:
+    return (
+        f"need the bits of {value} as the forward pass computed them, have others from its replay: the operator is not "
+        "deterministic, or something that it reads was changed where no version counter shows it (a NumPy view, "
+        "tensor.data, a kernel of your own). Keep the results of this operator (scrimp.policy.KeepOps)"
+    )
+
+
+def _saved_changed(what: str) -> str:
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, "
+        "saved for backward. Use the out-of-place operator, or modify it after backward"
+    )

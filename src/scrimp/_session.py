@@ -1,0 +1,118 @@
+"""Sessions: a stretch of forward code under a policy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from scrimp._record import Recorder, RecordMode
+from scrimp._saved import Hooks
+from scrimp._scope import Control, Scope
+from scrimp._statistics import Statistics
+from scrimp.errors import SessionError
+from scrimp.policy import Candidate, Decision, KeepAll, Policy, as_policy
+
+
+class _Current(threading.local):
+    recorder: Recorder | None = None
+
+
+_current = _Current()
+
+
+class Session:
+    """A context in which operators are recorded, and what autograd saves is kept or dropped. See :func:`session`."""
+
+    def __init__(self, policy: Policy, verify: bool) -> None:
+        self._control = Control(policy, verify)
+        self._open: ExitStack | None = None
+        self._recorder: Recorder | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force; assign another, or a callable, at any time."""
+        return self._control.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | Callable[[Candidate], Decision]) -> None:
+        new = as_policy(policy)
+        if self._open and self._recorder and not self._recorder.recording and not isinstance(new, KeepAll):
+            raise SessionError(
+                "this session was entered with KeepAll, which records nothing, so nothing can be dropped in it now; "
+                "enter it with the other policy and set session.enabled = False for as long as everything is to be kept"
+            )
+        self._control.policy = new
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the policy is asked. While it is False, all that autograd saves is kept. Switch it at any time."""
+        return self._control.enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._control.enabled = enabled
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the session did so far and holds now."""
+        return self._control.ledger.snapshot(self._control.policy.budget)
+
+    def __enter__(self) -> Self:
+        if self._open is not None:
+            raise SessionError("this session is open already; to nest sessions, make another one")
+        outer = _current.recorder
+        with ExitStack() as stack:
+            if outer is not None and outer.recording:
+                recorder = outer
+                scope = Scope(self._control, parent=outer.scope)
+                stack.callback(setattr, recorder, "scope", outer.scope)
+                recorder.scope = scope
+            else:
+                scope = Scope(self._control, parent=None)
+                recorder = Recorder(scope, recording=not isinstance(self.policy, KeepAll))
+                stack.callback(recorder.close)
+                stack.callback(setattr, _current, "recorder", outer)
+                _current.recorder = recorder
+                if recorder.recording:
+                    stack.enter_context(RecordMode(recorder))
+            hooks = Hooks(recorder, scope)
+            stack.enter_context(saved_tensors_hooks(hooks.pack, hooks.unpack))
+            self._recorder = recorder
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is None:
+            raise SessionError("this session is not open")
+        stack, self._open = self._open, None
+        stack.__exit__(kind, error, trace)
+
+
+def session(policy: Policy | Callable[[Candidate], Decision], *, verify: bool = False) -> Session:
+    """Return a context manager under which autograd saves only what ``policy`` keeps.
+
+    What is dropped is computed again, exactly, when backward asks for it. Backward may run inside the block or outside,
+    now or later, in any thread. A session can be entered again after it was left, and sessions nest: what an inner
+    one saves is decided by its own policy, what crosses its border by the policy around it.
+
+    Args:
+        policy: Decides for each value; see :mod:`scrimp.policy`.
+        verify: Keep a copy of each dropped value in host memory and compare it, bit by bit, with what its replay gives;
+            raise :class:`scrimp.errors.ReplayMismatchError` where they differ. For tests: it saves no memory.
+
+    >>> import torch, scrimp
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    >>> with scrimp.session(policy=scrimp.policy.KeepNone()) as session:
+    ...     loss = model(torch.randn(4, 8)).square().sum()
+    >>> session.statistics.kept.bytes
+    0
+    >>> loss.backward()
+    """
+    return Session(as_policy(policy), verify)

@@ -1,0 +1,258 @@
+"""Values, the calls that make them, and who needs them.
+
+A :class:`Value` is the content of one storage at one version. It is *held* (``tensor`` is set) or not; a value that is
+not held can be had back by repeating its ``call``. Memory follows *demand*, a count of
+
+* handles: places in autograd's graph where the value is saved, and
+* dropped values whose replay reads this one.
+
+What nobody demands holds nothing. A value that is demanded but not held is *secured*: it demands its call's inputs in
+turn, down to values that are held. So a dropped value keeps exactly what its replay starts from, and all of it goes
+when the last handle does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scrimp._environment import Environment
+from scrimp._geometry import Geometry
+from scrimp._operators import Operator
+from scrimp._rng import Draw
+from scrimp._statistics import State
+from scrimp._streams import Ready
+
+if TYPE_CHECKING:
+    from scrimp._scope import Scope
+
+
+class Ref(NamedTuple):
+    """A tensor argument of a recorded call: a value, and how the call looked at it (None: as it was made)."""
+
+    value: Value
+    geometry: Geometry | None
+
+
+class Blank(NamedTuple):
+    """A tensor argument that the call overwrites without reading: any memory of this geometry will do."""
+
+    geometry: Geometry
+    device: torch.device
+
+
+class Call:
+    """An operator as it was called, with its tensors replaced by :class:`Ref` and :class:`Blank`."""
+
+    __slots__ = (
+        "args", "draw", "environment", "inputs", "kwargs", "operator", "outputs", "sequence", "written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        operator: Operator,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: tuple[Value, ...],
+        written: tuple[Value, ...],
+        draw: Draw | None,
+        environment: Environment,
+        sequence: int,
+    ) -> None:
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        """The values it reads, each once."""
+        self.written = written
+        """Those of them that it writes, and so must be given as private copies in a replay."""
+        self.draw = draw
+        self.environment = environment
+        self.sequence = sequence
+        self.outputs: list[weakref.ref[Value]] = []
+
+    @property
+    def name(self) -> str:
+        """The operator's name, for people."""
+        return str(self.operator.func)
+
+
+def _gone() -> None:
+    return None
+
+
+class Value:
+    """The content of one storage at one version; see the module's docstring."""
+
+    __slots__ = (
+        "__weakref__", "born", "boundary", "call", "copied", "decided", "demand", "device", "external", "geometry",
+        "handles", "index", "nbytes", "number", "overwritten", "pinned", "proof", "ready", "rooted", "scope", "secured",
+        "state", "storage", "stream", "tensor", "version", "witness",
+    )  # fmt: skip
+
+    def __init__(
+        self, tensor: Tensor, geometry: Geometry, nbytes: int, scope: Scope, call: Call | None, index: int
+    ) -> None:
+        self.call = call
+        self.index = index
+        """Which of the call's results it is."""
+        self.geometry = geometry
+        """How the tensor that the call returned looks at the storage."""
+        self.nbytes = nbytes
+        self.device = tensor.device
+        self.scope = scope
+        self.external = False
+        """It was there before the session: it costs nothing, since the session could not free it."""
+        self.rooted = False
+        """It stays held while the session is open, demanded or not, since nobody could bring it back."""
+        self.tensor: Tensor | None = None
+        self.witness: Tensor | None = None
+        """Shares the version counter of what ``tensor`` holds."""
+        self.version: int = tensor._version
+        self.born: Callable[[], Tensor | None] = weakref.ref(tensor)
+        self.storage: object = None
+        self.stream = 0
+        self.ready: Ready | None = None
+        self.demand = 0
+        self.handles = 0
+        self.secured = False
+        self.overwritten = False
+        """Its storage holds another value by now."""
+        self.proof: Tensor | None = None
+        """A copy of its bytes, to compare a replay with (``verify=True``)."""
+        self.copied = False
+        """What is held is a copy, made because its storage was about to be overwritten."""
+        self.decided = False
+        self.number = -1
+        """How many values of its session were decided before it."""
+        self.boundary = False
+        """One region made it and another reads it: where the replay of a region starts."""
+        self.pinned = False
+        """The policy decided to keep it: it is held whenever it is demanded."""
+        self.state = State.ABSENT
+
+    def forget_birth(self) -> None:
+        """Stop taking the tensor object that it was born as for a look at it."""
+        self.born = _gone
+
+    def hold(self, tensor: Tensor, witness: Tensor) -> None:
+        """Keep the content alive; ``witness`` shares the version counter of those who might change it."""
+        self.tensor = tensor
+        self.witness = witness
+        self.version = witness._version
+        self.settle()
+
+    def let_go(self, evicted: bool = False) -> None:
+        """Stop keeping the content alive."""
+        self.tensor = self.witness = self.ready = None
+        self.settle(evicted)
+
+    def settle(self, evicted: bool = False) -> None:
+        """Bring the session's account up to date with what is held now."""
+        if self.external:
+            return
+        before = self.state
+        if self.tensor is not None:
+            after = State.KEPT
+        elif not self.handles:
+            after = State.ABSENT
+        elif evicted or before is State.EVICTED:
+            after = State.EVICTED
+        else:
+            after = State.DROPPED
+        if after is not before:
+            self.state = after
+            self.scope.ledger.move(self.nbytes, before, after)
+
+    def unchanged(self) -> bool:
+        """Tell whether what is held is still what the call made."""
+        assert self.tensor is not None
+        assert self.witness is not None
+        return self.witness._version == self.version and self.tensor.untyped_storage().nbytes() == self.nbytes
+
+    def __repr__(self) -> str:
+        made_by = f"made by {self.call.name}" if self.call else "not made by a recorded operator"
+        return f"{str(self.geometry.dtype).removeprefix('torch.')}{list(self.geometry.size)} {made_by}"
+
+
+def secure(value: Value) -> bool:
+    """Demand what a replay of ``value`` starts from. False, with nothing changed, where that cannot be had any more."""
+    assert value.call is not None
+    demanded: list[Value] = []
+    secured = [value]
+    pending = [value]
+    value.secured = True
+    while pending:
+        call = pending.pop().call
+        assert call is not None
+        for source in call.inputs:
+            source.demand += 1
+            demanded.append(source)
+            if source.tensor is not None or source.secured:
+                continue
+            if (source.call is None or source.pinned) and _hold_what_lives(source):
+                continue
+            if source.call is None:
+                for done in secured:
+                    done.secured = False
+                for one in demanded:
+                    _undemand(one)
+                return False
+            source.secured = True
+            secured.append(source)
+            pending.append(source)
+    return True
+
+
+def _undemand(value: Value) -> None:
+    # Only for the way back out of `secure`: whatever it had secured is in its list, so nothing has to be followed.
+    value.demand -= 1
+    if value.demand == 0 and value.tensor is not None and not value.rooted:
+        value.let_go()
+
+
+def _hold_what_lives(value: Value) -> bool:
+    """Hold a value through the tensor that it was born as, if that is alive and was not written."""
+    tensor = value.born()
+    if tensor is None or value.overwritten or tensor._version != value.version:
+        return False
+    alias = share(tensor)
+    value.hold(alias, alias)
+    return True
+
+
+_VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView
+
+
+def share(tensor: Tensor) -> Tensor:
+    """Return another tensor over the same storage and version counter, with no tie to autograd's graph."""
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEW_TRACKING):
+        with torch._C._DisableTorchDispatch():
+            return tensor.detach()
+    # Inside a dispatch mode the key that makes a view share its base's version counter is switched off.
+    tracking = torch._C._dispatch_tls_local_exclude_set().remove(_VIEW_TRACKING)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), tracking),
+        torch._C._DisableTorchDispatch(),
+    ):
+        return tensor.detach()
+
+
+def release(value: Value) -> None:
+    """Take back one demand; what nobody demands any more lets go of its bytes and of what it demanded itself."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        one.demand -= 1
+        if one.demand:
+            continue
+        if one.tensor is not None and not one.rooted:
+            one.let_go()
+        if one.secured:
+            one.secured = False
+            assert one.call is not None
+            pending.extend(one.call.inputs)

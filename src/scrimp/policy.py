@@ -1,0 +1,223 @@
+"""Policies: they answer keep or drop for each value when autograd first saves it.
+
+A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`:
+
+>>> import torch, scrimp
+>>> def keep_small(value: scrimp.policy.Candidate) -> scrimp.policy.Decision:
+...     return scrimp.policy.KEEP if value.nbytes < 1024 else scrimp.policy.DROP
+>>> x = torch.randn(64, 64, requires_grad=True)
+>>> with scrimp.session(policy=keep_small) as session:
+...     loss = x.sin().cos().sum()
+>>> loss.backward()
+>>> session.statistics.replayed_operators
+1
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from scrimp._cost import replay_seconds
+from scrimp._value import Value
+from scrimp.errors import PolicyError
+
+
+class Decision(Enum):
+    """What becomes of a value."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+KEEP = Decision.KEEP
+DROP = Decision.DROP
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a policy is told of a value."""
+
+    index: int
+    """How many values of this session were decided before it."""
+    operator: OpOverload
+    """The ATen operator that made it."""
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    """Bytes of its storage."""
+    _value: Value
+
+    @property
+    def name(self) -> str:
+        """The operator's name, such as ``aten.mm.default``."""
+        return str(self.operator)
+
+    @property
+    def cost(self) -> float:
+        """Seconds to have it back from what is kept now, estimated from shapes for a nominal machine."""
+        return replay_seconds(self._value)
+
+
+class Policy(abc.ABC):
+    """Decides about values."""
+
+    budget: int | None = None
+    """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
+
+    @abc.abstractmethod
+    def decide(self, value: Candidate) -> Decision:
+        """Answer for a value that autograd saves for the first time."""
+
+    def worth(self, value: Candidate) -> float:
+        """Say how much a kept value is worth; over the budget, the least worthy is evicted first."""
+        return value.cost / max(value.nbytes, 1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepAll(Policy):
+    """Keep everything, as plain autograd does. Operators are not even recorded."""
+
+    def decide(self, value: Candidate) -> Decision:
+        """Keep."""
+        return KEEP
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepNone(Policy):
+    """Drop everything that can be replayed exactly: classic checkpointing."""
+
+    def decide(self, value: Candidate) -> Decision:
+        """Drop."""
+        return DROP
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Selective(Policy):
+    """Keep what is dearer to recompute than ``cost_threshold``, in seconds of :attr:`Candidate.cost`."""
+
+    cost_threshold: float
+
+    def decide(self, value: Candidate) -> Decision:
+        """Compare the value's cost with the threshold."""
+        return KEEP if value.cost > self.cost_threshold else DROP
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EveryN(Policy):
+    """Keep every ``n``-th value and drop those between."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise PolicyError(f"EveryN needs n of 1 or more, has {self.n}; KeepNone() drops everything")
+
+    def decide(self, value: Candidate) -> Decision:
+        """Look at the value's index."""
+        return KEEP if value.index % self.n == 0 else DROP
+
+
+@final
+class KeepOps(Policy):
+    """Keep the results of the given ATen operators and drop the rest.
+
+    >>> import torch, scrimp
+    >>> policy = scrimp.policy.KeepOps({torch.ops.aten.mm, torch.ops.aten.addmm})
+    """
+
+    def __init__(self, operators: Iterable[OpOverload | OpOverloadPacket]) -> None:
+        self.operators = frozenset(operators)
+        for one in self.operators:
+            if not isinstance(one, (OpOverload, OpOverloadPacket)):
+                raise PolicyError(f"KeepOps needs operators such as torch.ops.aten.mm, has {one!r}")
+
+    def decide(self, value: Candidate) -> Decision:
+        """Look at the operator that made the value."""
+        known = value.operator in self.operators or value.operator.overloadpacket in self.operators
+        return KEEP if known else DROP
+
+
+class Evict(Enum):
+    """Which kept value goes first when a session is over its budget."""
+
+    CHEAPEST = "cheapest"
+    """The one that costs the least time per byte to have back."""
+    OLDEST = "oldest"
+    """The one that was made first."""
+
+
+@final
+class Online(Policy):
+    """Keep everything until ``budget`` bytes are full, then evict as many values as it takes, and no more.
+
+    >>> import torch, scrimp
+    >>> x = torch.randn(256, 256, requires_grad=True)
+    >>> with scrimp.session(policy=scrimp.policy.Online(600_000)) as session:
+    ...     loss = x.sin().cos().tanh().exp().sum()
+    >>> session.statistics.kept.bytes
+    524288
+    """
+
+    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST) -> None:
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
+            raise PolicyError(f"Online needs a budget in bytes, 0 or more; has {budget!r}")
+        try:
+            self.evict = Evict(evict)
+        except ValueError:
+            names = " or ".join(repr(order.value) for order in Evict)
+            raise PolicyError(f"Online needs evict={names}, has {evict!r}") from None
+        self.budget = budget
+
+    def decide(self, value: Candidate) -> Decision:
+        """Keep; the session evicts when the budget is full."""
+        return KEEP
+
+    def worth(self, value: Candidate) -> float:
+        """Time per byte, or age."""
+        return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FromFunction(Policy):
+    """A plain callable as a policy."""
+
+    function: Callable[[Candidate], Decision]
+
+    def decide(self, value: Candidate) -> Decision:
+        """Ask the function."""
+        answer = self.function(value)
+        if not isinstance(answer, Decision):
+            raise PolicyError(
+                f"a policy must answer with policy.KEEP or policy.DROP, {self.function!r} gave {answer!r}"
+            )
+        return answer
+
+
+def candidate(value: Value) -> Candidate:
+    """Return what a policy is told of ``value``."""
+    assert value.call is not None
+    geometry = value.geometry
+    operator = value.call.operator.func
+    return Candidate(value.number, operator, geometry.size, geometry.dtype, value.device, value.nbytes, value)
+
+
+def as_policy(policy: Policy | Callable[[Candidate], Decision]) -> Policy:
+    """Return ``policy`` itself, or the policy that a plain callable stands for."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) or not callable(policy):
+        raise PolicyError(f"need a Policy, such as KeepNone(), or a callable; have {policy!r}")
+    return FromFunction(policy)
