@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+
 from scrimp.policy import Decision
 
 

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from scrimp.policy import KeepNone
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_map
 
 import scrimp
+from scrimp.policy import KeepNone
 from scrimp.testing import Step, assert_same_outcome
 
 OPERATORS = {op.formatted_name: op for op in op_db if op.supports_autograd}
@@ -31,9 +31,7 @@ READS_AROUND_ITS_INPUT = {"as_strided_partial_views"}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 # Samples and operators warn of what torch deprecates or calls a prototype; none of it is about scrimp.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.mark.parametrize("name", JUDGED)
@@ -75,9 +73,7 @@ def test_the_excluded_do_not_repeat(name: str) -> None:
 def test_an_operator_that_is_not_exact_is_found() -> None:
     """A session that rounds what autograd saves fails, and the message says for which sample."""
     op = OPERATORS["sin"]
-    rounding = torch.autograd.graph.saved_tensors_hooks(
-        lambda saved: saved, lambda saved: saved.bfloat16().double()
-    )
+    rounding = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved.bfloat16().double())
     with pytest.raises(AssertionError, match=r"gradient of state.*differs") as error:
         assert_session_is_exact(op, next(samples_of(op, torch.float64)), lambda: rounding)
     assert "operator sin" in error.value.__notes__[0]

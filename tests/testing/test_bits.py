@@ -72,9 +72,7 @@ def test_one_flipped_bit_fails() -> None:
     x = torch.randn(100, dtype=torch.float64)
     y = x.clone()
     y.view(torch.int64)[37] ^= 1
-    with pytest.raises(
-        AssertionError, match=r"x differs in 1 of 100 elements, by .*e-1\d at most; first at \(37,\)"
-    ):
+    with pytest.raises(AssertionError, match=r"x differs in 1 of 100 elements, by .*e-1\d at most; first at \(37,\)"):
         assert_same_tensor("x", x, y)
 
 

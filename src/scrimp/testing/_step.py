@@ -89,9 +89,7 @@ def assert_same_step(
     _assert_same(plain, ours, again=lambda: _outcome(make_step, nullcontext, seed, backward_inside))
 
 
-def assert_same_outcome(
-    make_plain: Callable[[], Step], make_ours: Callable[[], Step], *, seed: int = 0
-) -> None:
+def assert_same_outcome(make_plain: Callable[[], Step], make_ours: Callable[[], Step], *, seed: int = 0) -> None:
     """Raise unless two ways to write a step leave every bit the same; for code that calls scrimp itself.
 
     What is compared, and what is raised, is as in `assert_same_step`, but a step without gradients will do.
