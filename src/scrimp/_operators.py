@@ -45,6 +45,8 @@ class Operator:
     """It writes all of them without reading them first."""
     overwrites_in_training: int | None
     """Position of the ``training`` flag under which it overwrites them without the schema saying so."""
+    writes_uncounted: bool
+    """No version counter rises when it writes, since its schema does not say that it does."""
     random: bool
     replayable: bool
 
@@ -156,6 +158,7 @@ def _describe(func: OpOverload) -> Operator:
         writes=writes,
         overwrites=packet in _OVERWRITING or is_out,
         overwrites_in_training=training,
+        writes_uncounted=bool(writes) and not func._schema.is_mutable,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         replayable=(func.namespace in _KNOWN_NAMESPACES and packet not in _BLANKS and packet not in _STATEFUL),
     )

@@ -102,7 +102,7 @@ class Recorder:
     def find(self, tensor: Tensor) -> Value:
         """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
         value = self._values.get(tensor.untyped_storage()._cdata)
-        if value is not None and tensor._version == value.version:
+        if value is not None and tensor._version <= value.seen:
             return value
         # Unknown, or written without a word to the dispatcher: either way nobody can say how to make it again.
         return self._adopt(tensor, external=value is None or value.external)
@@ -132,6 +132,7 @@ class Recorder:
         before = self._values.get(address)
         if before is not None:
             before.storage = None
+            value.seen = max(value.seen, before.seen)
         self._values[address] = value
         if call is not None:
             call.outputs.append(weakref.ref(value))
@@ -186,7 +187,10 @@ class Recorder:
         if call is not None and results and not facts.repeats_on(results[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
-            self._wrote(tensor, None if is_external else call, index, is_external)
+            value = self._wrote(tensor, None if is_external else call, index, is_external)
+            if not facts.writes_uncounted:
+                value.version += 1  # autograd counts the write only after this operator has returned to it
+            value.seen = max(value.seen, value.version)
         for index, tensor in enumerate(results):
             if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
                 self._enter(tensor, call, index)
@@ -241,7 +245,12 @@ class Recorder:
         value = self.find(tensor)
         if value.scope is not self.scope and value.call is not None and not value.boundary:
             value.boundary = True
-            value.scope.around(self.scope).decide(value)
+            around = value.scope.around(self.scope)
+            if around is not value.scope:
+                value.decided = False  # an inner policy has decided, if at all, for its own region only
+            around.decide(value)
+            if value.pinned and value.demand and value.tensor is None:
+                value.hold_through(tensor)
         return value
 
     def _before_write(self, tensor: Tensor) -> bool:
@@ -265,14 +274,13 @@ class Recorder:
                 value.hold(copy, copy)
         return value.external
 
-    def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> None:
+    def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
         if external:
             value.external = value.rooted = True
             alias = share(tensor)
             value.hold(alias, alias)
-        # Autograd counts the write only after this operator has returned to it.
-        value.version += 1
+        return value
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:

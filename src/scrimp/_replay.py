@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
 from scrimp._geometry import fresh, look, private_copy
@@ -142,17 +144,29 @@ def _checked(value: Value, produced: list[Tensor]) -> Tensor:
     return tensor
 
 
+@functools.cache
+def _keys_above_recording() -> torch._C.DispatchKeySet:
+    """Return the dispatch keys that have had their turn when a dispatch mode sees an operator."""
+    seen: list[torch._C.DispatchKeySet] = []
+
+    class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(torch._C._dispatch_tls_local_exclude_set())
+            return func(*args, **(kwargs or {}))
+
+    with Look():  # type: ignore[no-untyped-call]
+        torch.ones((), requires_grad=True).exp()
+    return seen[-1]
+
+
 @contextmanager
 def _as_recorded() -> Iterator[None]:
     """Run operators below autograd, autocast and function transforms, as they ran when they were recorded."""
-    with ExitStack() as stack:
-        for guard in (
-            torch._C._AutoDispatchBelowADInplaceOrView,
-            torch._C._DisableAutocast,
-            torch._C._DisableFuncTorch,
-            torch._C.DisableTorchFunction,
-        ):
-            stack.enter_context(guard())
+    with (
+        torch._C._ExcludeDispatchKeyGuard(_keys_above_recording()),
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),  # some kernels look at it: recurrent ones leave out what only backward needs
+    ):
         before = replaying.active
         replaying.active = True
         try:

@@ -15,7 +15,7 @@ from scrimp._record import Recorder
 from scrimp._replay import Replay
 from scrimp._scope import Scope
 from scrimp._streams import ready_now, wait_until
-from scrimp._value import Value, release, secure, share
+from scrimp._value import Value, release, secure
 from scrimp.errors import ReplayMismatchError, SavedChangedError
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ class Whole:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = share(tensor)
+        self.tensor = tensor.detach()
         self.version = self.tensor._version
 
 
@@ -81,7 +81,7 @@ class Hooks:
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
         if not is_plain(tensor):
-            if is_traceable_wrapper_subclass(cast(object, tensor)):
+            if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
                 return Parts(tensor, lambda part: self._packed(part, by_function))
             return Whole(tensor)
         with self._recorder as recorder:
@@ -92,8 +92,7 @@ class Hooks:
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
         if value.call is not None and not by_function:
-            scope = value.scope if value.scope is self._scope else value.scope.around(self._scope)
-            scope.decide(value)
+            value.scope.around(self._scope).decide(value)
         if not value.handles and not value.external:
             value.scope.ledger.made.enter(value.nbytes)
         value.handles += 1
@@ -102,7 +101,7 @@ class Hooks:
             _keep_for_good(value, tensor)
         elif value.tensor is None:
             if value.pinned or not (value.secured or secure(value)):
-                _keep(value, tensor)
+                value.hold_through(tensor)
                 value.scope.offer(value)
             else:
                 value.settle()
@@ -123,8 +122,7 @@ class Hooks:
                 return tensor
         value = packed.value
         with packed.recorder:
-            gone = value.overwritten and (value.tensor is None or value.copied)
-            if gone or (value.tensor is not None and not value.unchanged()):
+            if value.tensor is not None and not value.unchanged():
                 raise SavedChangedError(_saved_changed(f"a tensor ({value})"))
             if value.tensor is not None:
                 tensor = value.tensor
@@ -137,15 +135,6 @@ class Hooks:
                 return look(tensor, packed.geometry)
 
 
-def _keep(value: Value, tensor: Tensor) -> None:
-    witness = share(tensor)
-    if value.born() is tensor or geometry_of(tensor) == value.geometry:
-        value.hold(witness, witness)
-    else:
-        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
-            value.hold(look(witness, value.geometry), witness)
-
-
 def _copy_of(tensor: Tensor, geometry: Geometry) -> Tensor:
     with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
         return look(tensor.detach(), geometry).clone()
@@ -153,7 +142,7 @@ def _copy_of(tensor: Tensor, geometry: Geometry) -> Tensor:
 
 def _keep_for_good(value: Value, tensor: Tensor) -> None:
     if value.tensor is None:
-        _keep(value, tensor)
+        value.hold_through(tensor)
     if value.secured:
         value.secured = False
         assert value.call is not None

@@ -56,8 +56,7 @@ class Scope:
         self.control.decided += 1
         value.decided = True
         value.pinned = not self.control.enabled or self.control.policy.decide(candidate(value)) is not DROP
-        if value.tensor is None:
-            value.scope = self
+        value.move_to(self)
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 

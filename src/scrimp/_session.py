@@ -81,7 +81,12 @@ class Session:
                 if recorder.recording:
                     stack.enter_context(RecordMode(recorder))
             hooks = Hooks(recorder, scope)
-            stack.enter_context(saved_tensors_hooks(hooks.pack, hooks.unpack))
+            try:
+                stack.enter_context(saved_tensors_hooks(hooks.pack, hooks.unpack))
+            except RuntimeError as error:  # torch.func.grad, vjp, jacrev and hessian switch saved-tensor hooks off
+                raise SessionError(
+                    f"a session works through saved-tensor hooks, which are switched off here: {error}"
+                ) from error
             self._recorder = recorder
             self._open = stack.pop_all()
         return self

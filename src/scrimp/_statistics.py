@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Values in one state: how many there are now, with how many bytes, the most bytes there were, and how many ever."""
+    """Values in one state: how many there are now, of how many bytes, the most bytes there were, and how many ever."""
 
     count: int = 0
     bytes: int = 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scrimp._environment import Environment
-from scrimp._geometry import Geometry
+from scrimp._geometry import Geometry, geometry_of, look
 from scrimp._operators import Operator
 from scrimp._rng import Draw
 from scrimp._statistics import State
@@ -91,7 +91,7 @@ class Value:
     __slots__ = (
         "__weakref__", "born", "boundary", "call", "copied", "decided", "demand", "device", "external", "geometry",
         "handles", "index", "nbytes", "number", "overwritten", "pinned", "proof", "ready", "rooted", "scope", "secured",
-        "state", "storage", "stream", "tensor", "version", "witness",
+        "seen",        "state", "storage", "stream", "tensor", "version", "witness",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +113,9 @@ class Value:
         self.witness: Tensor | None = None
         """Shares the version counter of what ``tensor`` holds."""
         self.version: int = tensor._version
+        """Of the tensor that it was born as or is held through, when that showed this value."""
+        self.seen: int = tensor._version
+        """The highest version of any tensor that was seen to look at the storage: some views count on their own."""
         self.born: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.storage: object = None
         self.stream = 0
@@ -146,13 +149,22 @@ class Value:
         self.version = witness._version
         self.settle()
 
+    def hold_through(self, tensor: Tensor) -> None:
+        """Keep the content alive through any tensor that looks at its storage."""
+        witness = share(tensor)
+        if self.born() is tensor or geometry_of(tensor) == self.geometry:
+            self.hold(witness, witness)
+        else:
+            with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+                self.hold(look(witness, self.geometry), witness)
+
     def let_go(self, evicted: bool = False) -> None:
         """Stop keeping the content alive."""
         self.tensor = self.witness = self.ready = None
         self.settle(evicted)
 
     def settle(self, evicted: bool = False) -> None:
-        """Bring the session's account up to date with what is held now."""
+        """Bring the scope's account up to date with what is held now."""
         if self.external:
             return
         before = self.state
@@ -167,6 +179,18 @@ class Value:
         if after is not before:
             self.state = after
             self.scope.ledger.move(self.nbytes, before, after)
+
+    def move_to(self, scope: Scope) -> None:
+        """Have another scope answer for it from now on."""
+        if scope is self.scope:
+            return
+        if not self.external:
+            self.scope.ledger.move(self.nbytes, self.state, State.ABSENT)
+            scope.ledger.move(self.nbytes, State.ABSENT, self.state)
+            if self.handles:
+                self.scope.ledger.made.leave(self.nbytes)
+                scope.ledger.made.enter(self.nbytes)
+        self.scope = scope
 
     def unchanged(self) -> bool:
         """Tell whether what is held is still what the call made."""
