@@ -85,9 +85,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _assert_same_bits(name: str, expected: Tensor, actual: Tensor) -> None:
-    different = _bytes_of(expected).ne(_bytes_of(actual)).any(dim=1)
-    if not different.any():
+    expected_bytes, actual_bytes = _bytes_of(expected), _bytes_of(actual)
+    if torch.equal(expected_bytes, actual_bytes):
         return
+    different = expected_bytes.ne(actual_bytes).any(dim=1)
     wide = torch.complex128 if expected.is_complex() else torch.float64
     want, have = expected.reshape(-1)[different], actual.reshape(-1)[different]
     largest = torch.nan_to_num((want.to(wide) - have.to(wide)).abs(), nan=float("inf")).max()

@@ -89,8 +89,8 @@ def assert_same_step(
     _assert_same(plain, ours, again=lambda: _outcome(make_step, nullcontext, seed, backward_inside))
 
 
-def assert_same_outcome(make_plain: Callable[[], Step], make_ours: Callable[[], Step], *, seed: int = 0) -> None:
-    """Raise unless two ways to write a step leave every bit the same; for code that calls scrimp itself.
+def assert_same_outcome(make_plain: Callable[[], Step], *make_ours: Callable[[], Step], seed: int = 0) -> None:
+    """Raise unless other ways to write a step leave every bit as the plain way; for code that calls scrimp itself.
 
     What is compared, and what is raised, is as in `assert_same_step`, but a step without gradients will do.
 
@@ -102,8 +102,9 @@ def assert_same_outcome(make_plain: Callable[[], Step], make_ours: Callable[[], 
         >>> assert_same_outcome(lambda: make(lambda f, x: f(x)), lambda: make(scrimp.checkpoint))
     """
     plain = _outcome(make_plain, nullcontext, seed)
-    ours = _outcome(make_ours, nullcontext, seed)
-    _assert_same(plain, ours, again=lambda: _outcome(make_plain, nullcontext, seed))
+    for make in make_ours:
+        ours = _outcome(make, nullcontext, seed)
+        _assert_same(plain, ours, again=lambda: _outcome(make_plain, nullcontext, seed))
 
 
 Outcome: TypeAlias = Mapping[str, Tensor | None]
