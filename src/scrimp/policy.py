@@ -40,25 +40,49 @@ KEEP = Decision.KEEP
 DROP = Decision.DROP
 
 
-@dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a policy is told of a value."""
+    """What a policy is told of a value. It is good for the call that it is passed to; do not keep it."""
 
-    index: int
-    """How many values of this session were decided before it."""
-    operator: OpOverload
-    """The ATen operator that made it."""
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int
-    """Bytes of its storage."""
-    _value: Value
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    @property
+    def index(self) -> int:
+        """How many values of this session were decided before it."""
+        return self._value.number
+
+    @property
+    def operator(self) -> OpOverload:
+        """The ATen operator that made it."""
+        assert self._value.call is not None
+        return self._value.call.operator.func
 
     @property
     def name(self) -> str:
         """The operator's name, such as ``aten.mm.default``."""
         return str(self.operator)
+
+    @property
+    def size(self) -> torch.Size:
+        """The shape that the operator gave it."""
+        return self._value.geometry.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self._value.geometry.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self._value.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storage."""
+        return self._value.nbytes
 
     @property
     def cost(self) -> float:
@@ -204,14 +228,6 @@ class FromFunction(Policy):
                 f"a policy must answer with policy.KEEP or policy.DROP, {self.function!r} gave {answer!r}"
             )
         return answer
-
-
-def candidate(value: Value) -> Candidate:
-    """Return what a policy is told of ``value``."""
-    assert value.call is not None
-    geometry = value.geometry
-    operator = value.call.operator.func
-    return Candidate(value.number, operator, geometry.size, geometry.dtype, value.device, value.nbytes, value)
 
 
 def as_policy(policy: Policy | Callable[[Candidate], Decision]) -> Policy:
