@@ -167,6 +167,9 @@ class KeepOps(Policy):
             if not isinstance(one, (OpOverload, OpOverloadPacket)):
                 raise PolicyError(f"KeepOps needs operators such as torch.ops.aten.mm, has {one!r}")
 
+    def __repr__(self) -> str:
+        return f"KeepOps({{{', '.join(sorted(str(one) for one in self.operators))}}})"
+
     def decide(self, value: Candidate) -> Decision:
         """Look at the operator that made the value."""
         known = value.operator in self.operators or value.operator.overloadpacket in self.operators
@@ -203,6 +206,9 @@ class Online(Policy):
             names = " or ".join(repr(order.value) for order in Evict)
             raise PolicyError(f"Online needs evict={names}, has {evict!r}") from None
         self.budget = budget
+
+    def __repr__(self) -> str:
+        return f"Online({self.budget}, evict={self.evict.value!r})"
 
     def decide(self, value: Candidate) -> Decision:
         """Keep; the session evicts when the budget is full."""
