@@ -24,13 +24,17 @@ class Geometry(NamedTuple):
 
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return the geometry of a strided tensor."""
-    return Geometry(
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.is_conj(),
-        tensor.is_neg(),
+    # This is done for every result of every operator; the constructor that NamedTuple makes takes three times as long.
+    return tuple.__new__(
+        Geometry,
+        (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        ),
     )
 
 
@@ -75,7 +79,7 @@ _PLAIN_TYPES: dict[type, bool] = {Tensor: True, torch.nn.Parameter: True}
 def is_plain(tensor: Tensor) -> bool:
     """Tell whether ``tensor`` is fully described by a storage and a geometry.
 
-    Sparse, nested and mkldnn layouts, zero tensors, quantized tensors and subclasses with a dispatch of their own are
+    Sparse, nested and mkldnn layouts, zero tensors and subclasses with a dispatch of their own are
     not.
     """
     kind = type(tensor)
@@ -83,10 +87,4 @@ def is_plain(tensor: Tensor) -> bool:
     if plain is None:
         plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
         _PLAIN_TYPES[kind] = plain
-    return (
-        plain
-        and tensor.layout is torch.strided
-        and not tensor._is_zerotensor()
-        and not tensor.is_nested
-        and not tensor.is_quantized
-    )
+    return plain and tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()

@@ -65,7 +65,11 @@ class Operator:
         """Tell whether the old content of what this call writes can influence its results."""
         if self.overwrites:
             return False
-        return self.overwrites_in_training is None or not args[self.overwrites_in_training]
+        return not self._training(args)
+
+    def _training(self, args: Sequence[Any]) -> bool:
+        position = self.overwrites_in_training
+        return position is not None and position < len(args) and bool(args[position])
 
     def with_snapshots(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments with those copied that can change later without a trace in any version counter.
@@ -74,7 +78,7 @@ class Operator:
         """
         if self.overwrites_in_training is None or not self.writes or self.random:
             return args
-        if args[self.overwrites_in_training]:
+        if self._training(args):
             return args
         return [Frozen(arg.clone()) if i in self.writes and arg is not None else arg for i, arg in enumerate(args)]
 

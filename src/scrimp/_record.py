@@ -39,10 +39,9 @@ class _UnrepeatableError(Exception):
 class Recorder:
     """What is known of every storage seen since the outermost session of this thread was entered."""
 
-    def __init__(self, scope: Scope, recording: bool) -> None:
+    def __init__(self, scope: Scope) -> None:
         self.scope = scope
         """The innermost session now; operators are recorded under it."""
-        self.recording = recording
         self._lock = threading.RLock()
         self._depth = 0
         self._released: deque[Value] = deque()
@@ -109,10 +108,6 @@ class Recorder:
 
     def _adopt(self, tensor: Tensor, external: bool) -> Value:
         value = self._enter(tensor, None, 0)
-        if not self.recording:
-            # Without a record, parameters are all that can be told from what the forward pass made.
-            base = tensor if tensor._base is None else tensor._base
-            external = base.is_leaf and base.requires_grad
         value.external = external
         if external:
             value.rooted = True
@@ -124,8 +119,9 @@ class Recorder:
         """Say that ``tensor``'s storage holds a new value from now on."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        value = Value(tensor, geometry_of(tensor), storage.nbytes(), self.scope, call, index)
-        value.stream = stream_of(value.device)
+        value = Value(tensor, storage.nbytes(), self.scope, call, index)
+        if tensor.is_cuda:
+            value.stream = stream_of(value.device)
         ref = _StorageRef(storage, self._forget)
         ref.address = address
         value.storage = ref
@@ -158,24 +154,21 @@ class Recorder:
     def run(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator and take note of what it reads, makes and writes."""
         facts = operator(func)
-        match facts.kind:
-            case Kind.LOOK:
-                return func(*args, **kwargs)
-            case Kind.COMPUTE:
-                return self._compute(facts, args, kwargs)
-            case Kind.RESHAPE_IN_PLACE:
-                if is_plain(args[0]):
-                    self.find(args[0]).forget_birth()
-                return func(*args, **kwargs)
-            case Kind.RESTORAGE:
-                with self:
-                    self._before_write(args[0])
-                result = func(*args, **kwargs)
-                self._adopt(args[0], external=False)
-                return result
+        kind = facts.kind
+        if kind is Kind.COMPUTE:
+            return self._compute(facts, args, kwargs)
+        if kind is Kind.RESHAPE_IN_PLACE and is_plain(args[0]):
+            self.find(args[0]).forget_birth()
+        if kind is Kind.RESTORAGE:
+            with self:
+                self._before_write(args[0])
+        result = func(*args, **kwargs)
+        if kind is Kind.RESTORAGE:
+            self._adopt(args[0], external=False)
+        return result
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)]
+        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
         with self:
             try:
                 call = self._note(facts, args, kwargs, written)
@@ -206,40 +199,36 @@ class Recorder:
         """
         if not facts.replayable or not torch.is_grad_enabled():
             return None
-        blank = () if facts.reads_what_it_writes(args) else tuple(id(t) for t in written if covers_storage(t))
+        blank = () if not written or facts.reads_what_it_writes(args) else [t for t in written if covers_storage(t)]
         inputs: dict[Value, None] = {}
-
-        def noted(argument: Any) -> Any:
-            if isinstance(argument, Tensor):
-                if id(argument) in blank:
-                    return Blank(geometry_of(argument), argument.device)
-                if not is_plain(argument):
-                    raise _UnrepeatableError
-                value = self._read(argument)
-                inputs[value] = None
-                return Ref(value, None if value.born() is argument else geometry_of(argument))
-            if isinstance(argument, (list, tuple)):
-                return [noted(one) for one in argument]
-            return argument
-
-        noted_args = [noted(argument) for argument in facts.with_snapshots(args)]
-        noted_kwargs = {name: noted(argument) for name, argument in kwargs.items()} if kwargs else kwargs
-        draw = draw_before(args, kwargs) if facts.random else None
-        if facts.random and draw is None:
-            return None
+        noted_args = [self._noted(argument, blank, inputs) for argument in facts.with_snapshots(args)]
+        noted_kwargs = {name: self._noted(argument, blank, inputs) for name, argument in kwargs.items()}
+        draw = None
+        if facts.random:
+            draw = draw_before(args, kwargs)
+            if draw is None:
+                return None
         if _environment.changed_since(self._environment):
             self._environment = _environment.current()
         self._sequence += 1
+        changed = [self.find(tensor) for tensor in written if not _is_among(tensor, blank)]
         return Call(
-            operator=facts,
-            args=noted_args,
-            kwargs=noted_kwargs,
-            inputs=tuple(inputs),
-            written=tuple({self.find(tensor): None for tensor in written if id(tensor) not in blank}),
-            draw=draw,
-            environment=self._environment,
-            sequence=self._sequence,
+            facts, noted_args, noted_kwargs, tuple(inputs), tuple(changed), draw, self._environment, self._sequence
         )
+
+    def _noted(self, argument: Any, blank: Sequence[Tensor], inputs: dict[Value, None]) -> Any:
+        """Return what stands for an argument in a recorded call, and add the value that it reads to ``inputs``."""
+        if isinstance(argument, Tensor):
+            if blank and _is_among(argument, blank):
+                return Blank(geometry_of(argument), argument.device)
+            if not is_plain(argument):
+                raise _UnrepeatableError
+            value = self._read(argument)
+            inputs[value] = None
+            return Ref(value, None if value.born() is argument else geometry_of(argument))
+        if isinstance(argument, (list, tuple)):
+            return [self._noted(one, blank, inputs) for one in argument]
+        return argument
 
     def _read(self, tensor: Tensor) -> Value:
         value = self.find(tensor)
@@ -281,6 +270,10 @@ class Recorder:
             alias = share(tensor)
             value.hold(alias, alias)
         return value
+
+
+def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return any(tensor is one for one in tensors)
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from scrimp._replay import Replay
 from scrimp._scope import Scope
 from scrimp._streams import ready_now, wait_until
 from scrimp._value import Value, release, secure
-from scrimp.errors import ReplayMismatchError, SavedChangedError
+from scrimp.errors import ReplayMismatchError, SavedChangedError, saved_changed
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -118,12 +118,12 @@ class Hooks:
                 return packed.together(self.unpack)
             case Whole(tensor=tensor, version=version):
                 if tensor._version != version:
-                    raise SavedChangedError(_saved_changed(f"a {tensor.layout} tensor of shape {list(tensor.shape)}"))
+                    raise SavedChangedError(saved_changed(f"a {tensor.layout} tensor of shape {list(tensor.shape)}"))
                 return tensor
         value = packed.value
         with packed.recorder:
             if value.tensor is not None and not value.unchanged():
-                raise SavedChangedError(_saved_changed(f"a tensor ({value})"))
+                raise SavedChangedError(saved_changed(f"a tensor ({value})"))
             if value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
@@ -204,11 +204,4 @@ def _mismatch(value: Value) -> str:
         f"need the bits of {value} as the forward pass computed them, have others from its replay: the operator is not "
         "deterministic, or something that it reads was changed where no version counter shows it (a NumPy view, "
         "tensor.data, a kernel of your own). Keep the results of this operator (scrimp.policy.KeepOps)"
-    )
-
-
-def _saved_changed(what: str) -> str:
-    return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, "
-        "saved for backward. Use the out-of-place operator, or modify it after backward"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
-from scrimp.policy import DROP, Policy, candidate
+from scrimp.policy import DROP, Candidate, Policy
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Control:
 class Scope:
     """One entry into a session. Scopes of sessions within sessions form a tree."""
 
-    __slots__ = ("_evictable", "_pushed", "control", "ledger", "parent")
+    __slots__ = ("_evictable", "_pushed", "_unrated", "control", "ledger", "parent")
 
     def __init__(self, control: Control, parent: Scope | None) -> None:
         self.control = control
@@ -33,6 +33,7 @@ class Scope:
         self.parent = parent
         self._evictable: list[tuple[float, int, Value]] = []
         self._pushed = 0
+        self._unrated: list[Value] = []
 
     def line(self) -> Iterator[Scope]:
         """Yield this scope and those around it, from the inside out."""
@@ -43,6 +44,8 @@ class Scope:
 
     def around(self, other: Scope) -> Scope:
         """Return the innermost scope that surrounds both."""
+        if other is self:
+            return self
         others = set(other.line())
         return next(scope for scope in self.line() if scope in others)
 
@@ -55,7 +58,7 @@ class Scope:
         value.number = self.control.decided
         self.control.decided += 1
         value.decided = True
-        value.pinned = not self.control.enabled or self.control.policy.decide(candidate(value)) is not DROP
+        value.pinned = not self.control.enabled or self.control.policy.decide(Candidate(value)) is not DROP
         value.move_to(self)
 
     # -- evicting ---------------------------------------------------------------------------------------------------
@@ -63,11 +66,18 @@ class Scope:
     def offer(self, value: Value) -> None:
         """Add a kept value to those that can be evicted."""
         if self.control.policy.budget is not None and value.call is not None:
-            self._pushed += 1
-            heapq.heappush(self._evictable, (self._worth(value), self._pushed, value))
+            self._unrated.append(value)
+
+    def _rate(self) -> None:
+        """Find the worth of what was offered since the budget was last full."""
+        for value in self._unrated:
+            if value.tensor is not None and value.call is not None:
+                self._pushed += 1
+                heapq.heappush(self._evictable, (self._worth(value), self._pushed, value))
+        self._unrated.clear()
 
     def _worth(self, value: Value) -> float:
-        return self.control.policy.worth(candidate(value))
+        return self.control.policy.worth(Candidate(value))
 
     def _excess(self) -> int:
         budget = self.control.policy.budget
@@ -91,13 +101,15 @@ class Scope:
     def _choose(self, excess: int) -> list[Value]:
         chosen: list[Value] = []
         found = 0
+        self._rate()
         while found < excess and self._evictable:
             worth, _, value = heapq.heappop(self._evictable)
             if value.tensor is None or value.call is None or not value.handles or value in chosen:
                 continue
             now = self._worth(value)
             if now > worth and self._evictable and now > self._evictable[0][0]:
-                self.offer(value)  # evicting others has made it dearer than the next
+                self._pushed += 1  # evicting others has made it dearer than the next
+                heapq.heappush(self._evictable, (now, self._pushed, value))
                 continue
             chosen.append(value)
             found += value.nbytes

@@ -10,6 +10,7 @@ from typing import Self
 
 from torch.autograd.graph import saved_tensors_hooks
 
+from scrimp._keeping import KeepingHooks
 from scrimp._record import Recorder, RecordMode
 from scrimp._saved import Hooks
 from scrimp._scope import Control, Scope
@@ -31,7 +32,7 @@ class Session:
     def __init__(self, policy: Policy, verify: bool) -> None:
         self._control = Control(policy, verify)
         self._open: ExitStack | None = None
-        self._recorder: Recorder | None = None
+        self._recording = False
 
     @property
     def policy(self) -> Policy:
@@ -41,7 +42,7 @@ class Session:
     @policy.setter
     def policy(self, policy: Policy | Callable[[Candidate], Decision]) -> None:
         new = as_policy(policy)
-        if self._open and self._recorder and not self._recorder.recording and not isinstance(new, KeepAll):
+        if self._open and not self._recording and not isinstance(new, KeepAll):
             raise SessionError(
                 "this session was entered with KeepAll, which records nothing, so nothing can be dropped in it now; "
                 "enter it with the other policy and set session.enabled = False for as long as everything is to be kept"
@@ -67,27 +68,29 @@ class Session:
             raise SessionError("this session is open already; to nest sessions, make another one")
         outer = _current.recorder
         with ExitStack() as stack:
-            if outer is not None and outer.recording:
-                recorder = outer
+            hooks: Hooks | KeepingHooks
+            if outer is not None:
                 scope = Scope(self._control, parent=outer.scope)
-                stack.callback(setattr, recorder, "scope", outer.scope)
-                recorder.scope = scope
+                stack.callback(setattr, outer, "scope", outer.scope)
+                outer.scope = scope
+                hooks = Hooks(outer, scope)
+            elif isinstance(self.policy, KeepAll):
+                hooks = KeepingHooks(self._control.ledger)
             else:
                 scope = Scope(self._control, parent=None)
-                recorder = Recorder(scope, recording=not isinstance(self.policy, KeepAll))
+                recorder = Recorder(scope)
                 stack.callback(recorder.close)
-                stack.callback(setattr, _current, "recorder", outer)
+                stack.callback(setattr, _current, "recorder", None)
                 _current.recorder = recorder
-                if recorder.recording:
-                    stack.enter_context(RecordMode(recorder))
-            hooks = Hooks(recorder, scope)
+                stack.enter_context(RecordMode(recorder))
+                hooks = Hooks(recorder, scope)
             try:
                 stack.enter_context(saved_tensors_hooks(hooks.pack, hooks.unpack))
             except RuntimeError as error:  # torch.func.grad, vjp, jacrev and hessian switch saved-tensor hooks off
                 raise SessionError(
                     f"a session works through saved-tensor hooks, which are switched off here: {error}"
                 ) from error
-            self._recorder = recorder
+            self._recording = isinstance(hooks, Hooks)
             self._open = stack.pop_all()
         return self
 

@@ -84,24 +84,22 @@ class Ledger:
     evicted: _Counter = field(default_factory=_Counter)
     replayed_operators: int = 0
     replayed_seconds: float = 0.0
+    _of: dict[State, tuple[_Counter, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._of = {
+            State.ABSENT: (),
+            State.KEPT: (self.kept,),
+            State.DROPPED: (self.dropped,),
+            State.EVICTED: (self.dropped, self.evicted),
+        }
 
     def move(self, nbytes: int, before: State, after: State) -> None:
         """Move a value of ``nbytes`` from one state to another."""
-        for counter in self._counters(before):
+        for counter in self._of[before]:
             counter.leave(nbytes)
-        for counter in self._counters(after):
+        for counter in self._of[after]:
             counter.enter(nbytes)
-
-    def _counters(self, state: State) -> tuple[_Counter, ...]:
-        match state:
-            case State.ABSENT:
-                return ()
-            case State.KEPT:
-                return (self.kept,)
-            case State.DROPPED:
-                return (self.dropped,)
-            case State.EVICTED:
-                return (self.dropped, self.evicted)
 
     def snapshot(self, budget: int | None) -> Statistics:
         """Return the account as frozen data."""

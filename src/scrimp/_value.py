@@ -86,57 +86,53 @@ def _gone() -> None:
 
 
 class Value:
-    """The content of one storage at one version; see the module's docstring."""
+    """The content of one storage at one version; see the module's docstring.
 
-    __slots__ = (
-        "__weakref__", "born", "boundary", "call", "copied", "decided", "demand", "device", "external", "geometry",
-        "handles", "index", "nbytes", "number", "overwritten", "pinned", "proof", "ready", "rooted", "scope", "secured",
-        "seen",        "state", "storage", "stream", "tensor", "version", "witness",
-    )  # fmt: skip
+    One is made for every result of every operator, so what seldom differs from its default lives in the class.
+    """
 
-    def __init__(
-        self, tensor: Tensor, geometry: Geometry, nbytes: int, scope: Scope, call: Call | None, index: int
-    ) -> None:
+    external = False
+    """It was there before the session: it costs nothing, since the session could not free it."""
+    rooted = False
+    """It stays held while the session is open, demanded or not, since nobody could bring it back."""
+    tensor: Tensor | None = None
+    """The content, where it is held."""
+    witness: Tensor | None = None
+    """Shares the version counter of what ``tensor`` holds."""
+    stream = 0
+    ready: Ready | None = None
+    demand = 0
+    handles = 0
+    secured = False
+    overwritten = False
+    """Its storage holds another value by now."""
+    copied = False
+    """What is held is a copy, made because its storage was about to be overwritten."""
+    proof: Tensor | None = None
+    """A copy of its bytes, to compare a replay with (``verify=True``)."""
+    boundary = False
+    """One region made it and another reads it: where the replay of a region starts."""
+    decided = False
+    number = -1
+    """How many values of its session were decided before it."""
+    pinned = False
+    """The policy decided to keep it: it is held whenever it is demanded."""
+    state = State.ABSENT
+    storage: object = None
+
+    def __init__(self, tensor: Tensor, nbytes: int, scope: Scope, call: Call | None, index: int) -> None:
         self.call = call
         self.index = index
         """Which of the call's results it is."""
-        self.geometry = geometry
+        self.geometry = geometry_of(tensor)
         """How the tensor that the call returned looks at the storage."""
         self.nbytes = nbytes
         self.device = tensor.device
         self.scope = scope
-        self.external = False
-        """It was there before the session: it costs nothing, since the session could not free it."""
-        self.rooted = False
-        """It stays held while the session is open, demanded or not, since nobody could bring it back."""
-        self.tensor: Tensor | None = None
-        self.witness: Tensor | None = None
-        """Shares the version counter of what ``tensor`` holds."""
-        self.version: int = tensor._version
-        """Of the tensor that it was born as or is held through, when that showed this value."""
-        self.seen: int = tensor._version
-        """The highest version of any tensor that was seen to look at the storage: some views count on their own."""
+        self.version = self.seen = tensor._version
+        """``version``: of the tensor that it was born as or is held through, when that showed this value.
+        ``seen``: the highest of any tensor that was seen to look at the storage; some views count on their own."""
         self.born: Callable[[], Tensor | None] = weakref.ref(tensor)
-        self.storage: object = None
-        self.stream = 0
-        self.ready: Ready | None = None
-        self.demand = 0
-        self.handles = 0
-        self.secured = False
-        self.overwritten = False
-        """Its storage holds another value by now."""
-        self.proof: Tensor | None = None
-        """A copy of its bytes, to compare a replay with (``verify=True``)."""
-        self.copied = False
-        """What is held is a copy, made because its storage was about to be overwritten."""
-        self.decided = False
-        self.number = -1
-        """How many values of its session were decided before it."""
-        self.boundary = False
-        """One region made it and another reads it: where the replay of a region starts."""
-        self.pinned = False
-        """The policy decided to keep it: it is held whenever it is demanded."""
-        self.state = State.ABSENT
 
     def forget_birth(self) -> None:
         """Stop taking the tensor object that it was born as for a look at it."""

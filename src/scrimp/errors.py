@@ -41,3 +41,11 @@ class SourceChangedError(BackwardError):
 
 class ReplayMismatchError(BackwardError):
     """A replay did not reproduce the bits that the forward pass computed."""
+
+
+def saved_changed(what: str) -> str:
+    """Return the message of a :class:`SavedChangedError`; it begins as PyTorch's own does."""
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, "
+        "saved for backward. Use the out-of-place operator, or modify it after backward"
+    )

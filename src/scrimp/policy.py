@@ -40,25 +40,49 @@ KEEP = Decision.KEEP
 DROP = Decision.DROP
 
 
-@dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a policy is told of a value."""
+    """What a policy is told of a value. It is good for the call that it is passed to; do not keep it."""
 
-    index: int
-    """How many values of this session were decided before it."""
-    operator: OpOverload
-    """The ATen operator that made it."""
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int
-    """Bytes of its storage."""
-    _value: Value
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    @property
+    def index(self) -> int:
+        """How many values of this session were decided before it."""
+        return self._value.number
+
+    @property
+    def operator(self) -> OpOverload:
+        """The ATen operator that made it."""
+        assert self._value.call is not None
+        return self._value.call.operator.func
 
     @property
     def name(self) -> str:
         """The operator's name, such as ``aten.mm.default``."""
         return str(self.operator)
+
+    @property
+    def size(self) -> torch.Size:
+        """The shape that the operator gave it."""
+        return self._value.geometry.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self._value.geometry.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self._value.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storage."""
+        return self._value.nbytes
 
     @property
     def cost(self) -> float:
@@ -143,6 +167,9 @@ class KeepOps(Policy):
             if not isinstance(one, (OpOverload, OpOverloadPacket)):
                 raise PolicyError(f"KeepOps needs operators such as torch.ops.aten.mm, has {one!r}")
 
+    def __repr__(self) -> str:
+        return f"KeepOps({{{', '.join(sorted(str(one) for one in self.operators))}}})"
+
     def decide(self, value: Candidate) -> Decision:
         """Look at the operator that made the value."""
         known = value.operator in self.operators or value.operator.overloadpacket in self.operators
@@ -180,6 +207,9 @@ class Online(Policy):
             raise PolicyError(f"Online needs evict={names}, has {evict!r}") from None
         self.budget = budget
 
+    def __repr__(self) -> str:
+        return f"Online({self.budget}, evict={self.evict.value!r})"
+
     def decide(self, value: Candidate) -> Decision:
         """Keep; the session evicts when the budget is full."""
         return KEEP
@@ -204,14 +234,6 @@ class FromFunction(Policy):
                 f"a policy must answer with policy.KEEP or policy.DROP, {self.function!r} gave {answer!r}"
             )
         return answer
-
-
-def candidate(value: Value) -> Candidate:
-    """Return what a policy is told of ``value``."""
-    assert value.call is not None
-    geometry = value.geometry
-    operator = value.call.operator.func
-    return Candidate(value.number, operator, geometry.size, geometry.dtype, value.device, value.nbytes, value)
 
 
 def as_policy(policy: Policy | Callable[[Candidate], Decision]) -> Policy:

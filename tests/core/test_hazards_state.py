@@ -318,3 +318,20 @@ def test_statistics_that_are_intermediate_values(policy: Policy) -> None:
         return [y.detach(), x.grad, mean, var]
 
     assert_same_run(run, policy)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_randomized_leaky_relu(training: bool, inplace: bool) -> None:
+    """Its noise is written by the operator that reads it, and only in training."""
+
+    def run(policy: Policy | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(20, requires_grad=True)
+        with under(policy):
+            y = F.rrelu(x * 2, training=training, inplace=inplace).exp()
+        y.sum().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad, torch.rand(1)]
+
+    assert_same_run(run, KeepNone())
