@@ -68,4 +68,4 @@ def _calls_to(value: Value) -> Iterator[Call]:
             continue
         seen.add(call)
         yield call
-        pending.extend(source for source in call.inputs if source.tensor is None)
+        pending.extend(source for source in call.inputs if not source.at_hand)

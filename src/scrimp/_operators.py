@@ -45,6 +45,8 @@ class Operator:
     """It writes all of them without reading them first."""
     overwrites_in_training: int | None
     """Position of the ``training`` flag under which it overwrites them without the schema saying so."""
+    averages: bool
+    """What it writes in training are running averages: no input to its results, but not to be made again either."""
     writes_uncounted: bool
     """No version counter rises when it writes, since its schema does not say that it does."""
     random: bool
@@ -91,18 +93,18 @@ class Operator:
         )
 
 
+# The noise that comes out in training goes into a memory passed in; position of the flag.
+_RRELU = {aten.rrelu_with_noise.default: ((1,), 4)}
 # Running statistics: written in training without a word in the schema, and never an input to the outputs then.
 _BATCH_NORMS = {
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.cudnn_batch_norm.default: ((3, 4), 5),
     aten.miopen_batch_norm.default: ((3, 4), 5),
     aten._native_batch_norm_legit.default: ((3, 4), 5),
-    aten.rrelu_with_noise.default: ((1,), 4),
-    aten.rrelu_with_noise_.default: ((1,), 4),
 }
 _OVERWRITING = {
     aten.bernoulli_, aten.cauchy_, aten.copy_, aten.exponential_, aten.geometric_, aten.log_normal_, aten.normal_,
-    aten.random_, aten.uniform_, aten._batch_norm_with_update,
+    aten.random_, aten.uniform_,
 }  # fmt: skip
 # Their memory may be filled by a kernel that the dispatcher never sees, so their bytes are not known from the call.
 _BLANKS = {
@@ -151,10 +153,8 @@ def _describe(func: OpOverload) -> Operator:
     writes = _written_arguments(func)
     packet = func.overloadpacket
     training = None
-    if func in _BATCH_NORMS:
-        writes, training = _BATCH_NORMS[func]
-    if func is aten.rrelu_with_noise_.default:
-        writes, training = (0, 1), None
+    if func in _BATCH_NORMS or func in _RRELU:
+        writes, training = (_BATCH_NORMS | _RRELU)[func]
     is_out = bool(writes) and any(argument.is_out for argument in func._schema.arguments)
     return Operator(
         func=func,
@@ -162,6 +162,7 @@ def _describe(func: OpOverload) -> Operator:
         writes=writes,
         overwrites=packet in _OVERWRITING or is_out,
         overwrites_in_training=training,
+        averages=func in _BATCH_NORMS,
         writes_uncounted=bool(writes) and not func._schema.is_mutable,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         replayable=(func.namespace in _KNOWN_NAMESPACES and packet not in _BLANKS and packet not in _STATEFUL),

@@ -81,6 +81,7 @@ class Recorder:
             if not value.handles and not value.external:
                 value.scope.ledger.made.leave(value.nbytes)
             value.settle()
+            _drop_if_stale(value)
             release(value)
 
     def drop_again_after(self, task: int, values: set[Value]) -> None:
@@ -180,7 +181,7 @@ class Recorder:
         if call is not None and results and not facts.repeats_on(results[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
-            value = self._wrote(tensor, None if is_external else call, index, is_external)
+            value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
             if not facts.writes_uncounted:
                 value.version += 1  # autograd counts the write only after this operator has returned to it
             value.seen = max(value.seen, value.version)
@@ -253,14 +254,12 @@ class Recorder:
             return value.external
         if value.demand == 0:
             value.let_go()
-        elif value.demand > value.handles:
-            # A dropped value is replayed from it. Autograd's own handles see the write and refuse, as without us.
-            if value.call is not None and (value.secured or secure(value)):
-                value.let_go()
-            else:
-                copy = private_copy(value.tensor)
-                value.copied = True
-                value.hold(copy, copy)
+        elif value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
+            value.stale = True
+            _drop_if_stale(value)
+        else:
+            copy = private_copy(value.tensor)
+            value.hold(copy, copy)
         return value.external
 
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
@@ -270,6 +269,11 @@ class Recorder:
             alias = share(tensor)
             value.hold(alias, alias)
         return value
+
+
+def _drop_if_stale(value: Value) -> None:
+    if value.stale and not value.handles and value.tensor is not None:
+        value.let_go()
 
 
 def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:

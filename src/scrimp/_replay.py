@@ -42,7 +42,7 @@ class Replay:
                 continue
             calls[call] = None
             for source in call.inputs:
-                if source.tensor is None:
+                if not source.at_hand:
                     self._reads[source] += 1
                     self.missing[source] = None
                     pending.append(source)
@@ -88,7 +88,7 @@ class Replay:
             last_read = value in passing and self._reads[value] == 1
             if value in call.written and not last_read:
                 given[value] = private_copy(tensor)
-            if value.tensor is None:
+            if not value.at_hand:
                 self._reads[value] -= 1
                 if self._reads[value] == 0:
                     passing.pop(value, None)
@@ -105,7 +105,7 @@ class Replay:
 
     @staticmethod
     def _input(value: Value, kept: Mapping[Value, Tensor], passing: Mapping[Value, Tensor]) -> Tensor:
-        if value.tensor is not None:
+        if value.at_hand and value.tensor is not None:
             used_here(value.tensor, value.stream)
             return value.tensor
         return kept[value] if value in kept else passing[value]

@@ -127,6 +127,8 @@ class Hooks:
             if value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
+                if value.replayed and value.demand == 1:
+                    value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
                 tensor = _bring_back(value, packed.recorder)
             if packed.geometry is None:
@@ -166,6 +168,7 @@ def _bring_back(target: Value, recorder: Recorder) -> Tensor:
     for value in keep:
         value.hold(results[value], results[value])
         value.ready = ready
+        value.replayed = True
         value.scope.offer(value)
     if keep:
         recorder.drop_again_after(task, keep)
@@ -184,6 +187,7 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         for value in replay.results()
         if value.tensor is None
         and not value.overwritten
+        and not (value is replay.target and value.demand == 1)
         and value.scope in around
         and (value.handles or (value.boundary and value.demand))
     ]

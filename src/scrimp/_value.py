@@ -106,8 +106,11 @@ class Value:
     secured = False
     overwritten = False
     """Its storage holds another value by now."""
-    copied = False
-    """What is held is a copy, made because its storage was about to be overwritten."""
+    replayed = False
+    """What is held was brought back by a replay, and can be again."""
+    stale = False
+    """What is held has been overwritten since. Autograd's handles still want it: they check the version of the part
+    that they saved, which may be a view that counts on its own. A replay must not start from it."""
     proof: Tensor | None = None
     """A copy of its bytes, to compare a replay with (``verify=True``)."""
     boundary = False
@@ -143,6 +146,7 @@ class Value:
         self.tensor = tensor
         self.witness = witness
         self.version = witness._version
+        self.stale = False
         self.settle()
 
     def hold_through(self, tensor: Tensor) -> None:
@@ -157,6 +161,7 @@ class Value:
     def let_go(self, evicted: bool = False) -> None:
         """Stop keeping the content alive."""
         self.tensor = self.witness = self.ready = None
+        self.replayed = False
         self.settle(evicted)
 
     def settle(self, evicted: bool = False) -> None:
@@ -188,6 +193,11 @@ class Value:
                 scope.ledger.made.enter(self.nbytes)
         self.scope = scope
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether a replay can start from it."""
+        return self.tensor is not None and not self.stale
+
     def unchanged(self) -> bool:
         """Tell whether what is held is still what the call made."""
         assert self.tensor is not None
@@ -212,7 +222,7 @@ def secure(value: Value) -> bool:
         for source in call.inputs:
             source.demand += 1
             demanded.append(source)
-            if source.tensor is not None or source.secured:
+            if source.at_hand or source.secured:
                 continue
             if (source.call is None or source.pinned) and _hold_what_lives(source):
                 continue
