@@ -158,11 +158,13 @@ class Recorder:
         kind = facts.kind
         if kind is Kind.COMPUTE:
             return self._compute(facts, args, kwargs)
-        if kind is Kind.RESHAPE_IN_PLACE and is_plain(args[0]):
-            self.find(args[0]).forget_birth()
-        if kind is Kind.RESTORAGE:
-            with self:
+        if kind is Kind.LOOK or not is_plain(args[0]):
+            return func(*args, **kwargs)
+        with self:
+            if kind is Kind.RESTORAGE:
                 self._before_write(args[0])
+            else:
+                self.find(args[0]).forget_birth()
         result = func(*args, **kwargs)
         if kind is Kind.RESTORAGE:
             self._adopt(args[0], external=False)

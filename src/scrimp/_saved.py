@@ -100,14 +100,13 @@ class Hooks:
         if by_function or value.call is None:
             _keep_for_good(value, tensor)
         elif value.tensor is None:
-            if value.pinned or not (value.secured or secure(value)):
+            keep = value.scope.admit(value) if value.pinned else not (value.secured or secure(value))
+            if keep:
                 value.hold_through(tensor)
-                value.scope.offer(value)
             else:
                 value.settle()
             if value.scope.control.verify and value.proof is None:
                 value.proof = _copy_of(tensor, value.geometry)
-            value.scope.make_room()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

@@ -25,14 +25,14 @@ class Control:
 class Scope:
     """One entry into a session. Scopes of sessions within sessions form a tree."""
 
-    __slots__ = ("_evictable", "_pushed", "_unrated", "control", "ledger", "parent")
+    __slots__ = ("_evictable", "_rated", "_unrated", "control", "ledger", "parent")
 
     def __init__(self, control: Control, parent: Scope | None) -> None:
         self.control = control
         self.ledger = control.ledger
         self.parent = parent
         self._evictable: list[tuple[float, int, Value]] = []
-        self._pushed = 0
+        self._rated = 0
         self._unrated: list[Value] = []
 
     def line(self) -> Iterator[Scope]:
@@ -63,53 +63,60 @@ class Scope:
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 
-    def offer(self, value: Value) -> None:
-        """Add a kept value to those that can be evicted."""
-        if self.control.policy.budget is not None and value.call is not None:
-            self._unrated.append(value)
-
-    def _rate(self) -> None:
-        """Find the worth of what was offered since the budget was last full."""
-        for value in self._unrated:
-            if value.tensor is not None and value.call is not None:
-                self._pushed += 1
-                heapq.heappush(self._evictable, (self._worth(value), self._pushed, value))
-        self._unrated.clear()
-
-    def _worth(self, value: Value) -> float:
-        return self.control.policy.worth(Candidate(value))
-
-    def _excess(self) -> int:
-        budget = self.control.policy.budget
-        return 0 if budget is None else self.ledger.kept.bytes - budget
-
     def room(self) -> int | None:
         """Return how many bytes may still be kept; None means any number."""
-        return None if self.control.policy.budget is None else max(0, -self._excess())
+        budget = self.control.policy.budget
+        return None if budget is None else max(0, budget - self.ledger.kept.bytes)
 
-    def make_room(self) -> None:
-        """Evict until the budget holds: the least worthy first, as many as it takes, none that is not needed."""
-        while (excess := self._excess()) > 0:
-            chosen = self._choose(excess)
-            if not chosen:
-                return  # nothing left that could be had again: what is kept now, backward cannot do without
-            for value in chosen:
-                # Where a source is gone the value cannot be replayed; it is no candidate any more, and stays.
-                if value.secured or secure(value):
-                    value.let_go(evicted=True)
+    def admit(self, value: Value) -> bool:
+        """Make room for a value that is about to be kept. False means that it is itself the least worthy.
 
-    def _choose(self, excess: int) -> list[Value]:
+        Over the budget, the least worthy values are evicted: as many as it takes, and none that is not needed.
+        """
+        if self.control.policy.budget is None or value.call is None:
+            return True
+        self._unrated.append(value)
+        while (excess := self._excess(value)) > 0:
+            chosen = self._choose(excess, value)
+            if value in chosen and (value.secured or secure(value)):
+                return False
+            evicted = [one for one in chosen if one is not value and (one.secured or secure(one))]
+            for one in evicted:
+                one.let_go(evicted=True)
+            if not evicted:
+                break  # of what is kept, nothing is left that could be had again
+        return True
+
+    def offer(self, value: Value) -> None:
+        """Add a value that is kept again, after a replay, to those that can be evicted."""
+        if self.control.policy.budget is not None:
+            self._unrated.append(value)
+
+    def _excess(self, coming: Value) -> int:
+        budget = self.control.policy.budget
+        return 0 if budget is None else self.ledger.kept.bytes + coming.nbytes - budget
+
+    def _rate(self, value: Value) -> None:
+        self._rated += 1
+        worth = self.control.policy.worth(Candidate(value))
+        heapq.heappush(self._evictable, (worth, self._rated, value))
+
+    def _choose(self, excess: int, coming: Value) -> list[Value]:
+        """Pick the least worthy values that together have at least ``excess`` bytes."""
+        # Nothing is rated before a budget is full for the first time.
+        for value in self._unrated:
+            if value.call is not None:
+                self._rate(value)
+        self._unrated.clear()
         chosen: list[Value] = []
         found = 0
-        self._rate()
         while found < excess and self._evictable:
             worth, _, value = heapq.heappop(self._evictable)
-            if value.tensor is None or value.call is None or not value.handles or value in chosen:
+            gone = value is not coming and (value.tensor is None or not value.handles)
+            if gone or value.call is None or value in chosen:
                 continue
-            now = self._worth(value)
-            if now > worth and self._evictable and now > self._evictable[0][0]:
-                self._pushed += 1  # evicting others has made it dearer than the next
-                heapq.heappush(self._evictable, (now, self._pushed, value))
+            if self._evictable and self.control.policy.worth(Candidate(value)) > max(worth, self._evictable[0][0]):
+                self._rate(value)  # evicting others has made it dearer than the next
                 continue
             chosen.append(value)
             found += value.nbytes
@@ -117,5 +124,5 @@ class Scope:
             if found - value.nbytes >= excess:
                 chosen.remove(value)
                 found -= value.nbytes
-                self.offer(value)
+                self._rate(value)
         return chosen

@@ -162,7 +162,7 @@ def test_eviction_order(evict: str) -> None:
         product = (a @ a).relu_()
         plain = a.exp()
         assert session.statistics.kept.bytes == 256 * KIB
-        assert session.statistics.evicted.count == 1
+        assert session.statistics.dropped.count == 1
     before = session.statistics.replayed_operators
     torch.autograd.grad(plain.sum(), a)
     replayed_the_cheap_one = session.statistics.replayed_operators > before
@@ -176,7 +176,7 @@ def test_budget_holds_in_backward_too() -> None:
     with scrimp.session(Online(3 * KIB)) as session:
         y = tower(x, 30)
     y.sum().backward()
-    assert session.statistics.kept.peak_bytes <= 4 * KIB  # one more while a value is taken in
+    assert session.statistics.kept.peak_bytes <= 3 * KIB
     assert session.statistics.kept.bytes == 0
 
 

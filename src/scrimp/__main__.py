@@ -1,0 +1,5 @@
+"""``python -m scrimp``."""
+
+from scrimp.cli import app
+
+app()
