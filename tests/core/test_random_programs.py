@@ -137,7 +137,7 @@ OPERATIONS: dict[str, Call] = {
     "split": lambda a, b, k: a.split(1 + k % 3),
     "chunk": lambda a, b, k: a.chunk(2, dim=-1),
     "unbind": lambda a, b, k: a.unbind(0)[:2],
-    "unsafe_split": lambda a, b, k: torch.unsafe_split(a, 1 + k % 3),
+    "unsafe_split": lambda a, b, k: [piece * 2 for piece in torch.unsafe_split(a, 1 + k % 3)],  # not to be written
     "max": lambda a, b, k: a.max(dim=-1).values,
     "sort": lambda a, b, k: a.sort(dim=-1).values,
     "var_mean": lambda a, b, k: torch.var_mean(a, dim=-1, correction=0),
@@ -267,18 +267,25 @@ def assert_program_is_exact(instructions: list[Instruction], mode: Backward, pol
     def make_ours() -> Step:
         return make_step(instructions, mode, SCRIMP_REGION, lambda: scrimp.session(policy=policy()))
 
-    torch.default_generator.manual_seed(0)
-    plain = make_plain()
-    try:
-        plain.backward(plain.forward())
-    except RuntimeError as refusal:
-        note(f"plain refuses: {refusal}")
+    if not is_refused(make_plain):
+        assert_same_outcome(make_plain, make_ours)
+    elif not is_refused(make_copying):
         # Torch fills rrelu's noise after it has saved it, so that a copy would hold garbage.
         reference = make_ours if any(each.name == "rrelu" for each in instructions) else make_copying
         with suppress(SavedChangedError, SourceChangedError):
             assert_same_outcome(reference, make_ours)
-    else:
-        assert_same_outcome(make_plain, make_ours)
+
+
+def is_refused(make: Callable[[], Step]) -> bool:
+    """Whether torch raises in forward or backward."""
+    torch.default_generator.manual_seed(0)
+    step = make()
+    try:
+        step.backward(step.forward())
+    except RuntimeError as refusal:
+        note(f"torch refuses: {refusal}")
+        return True
+    return False
 
 
 programs = given(
