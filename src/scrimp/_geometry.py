@@ -79,12 +79,18 @@ _PLAIN_TYPES: dict[type, bool] = {Tensor: True, torch.nn.Parameter: True}
 def is_plain(tensor: Tensor) -> bool:
     """Tell whether ``tensor`` is fully described by a storage and a geometry.
 
-    Sparse, nested and mkldnn layouts, zero tensors and subclasses with a dispatch of their own are
-    not.
+    Sparse, nested and mkldnn layouts, zero tensors and subclasses with a dispatch of their own are not. Nor are
+    inference tensors, since writes to them leave no trace in a version counter.
     """
     kind = type(tensor)
     plain = _PLAIN_TYPES.get(kind)
     if plain is None:
         plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
         _PLAIN_TYPES[kind] = plain
-    return plain and tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
+    return (
+        plain
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not tensor.is_inference()
+    )

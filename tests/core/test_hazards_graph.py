@@ -529,3 +529,17 @@ def test_accumulation_of_many_steps_is_flat() -> None:
         loss.backward()
         assert session.statistics.made.count == 0
     assert session.statistics.made.total == 10
+
+
+def test_inference_tensors() -> None:
+    """What is made in inference mode counts no versions, and is never taken for replayable."""
+    w = torch.randn(3, 3, requires_grad=True)
+
+    def region(w: Tensor) -> Tensor:
+        with torch.inference_mode():
+            features = torch.ones(4, 3).relu()
+        return ((w @ features.clone().T).exp() + torch.ones(3, 4)).sin()
+
+    (ours,) = torch.autograd.grad(scrimp.checkpoint(region, w).sum(), w)
+    (plain,) = torch.autograd.grad(region(w).sum(), w)
+    assert torch.equal(ours, plain)
