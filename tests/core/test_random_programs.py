@@ -315,7 +315,7 @@ def test_programs_are_exact(
 
 
 @pytest.mark.slow
-@settings(steadily, max_examples=4000)
+@settings(steadily, max_examples=3000)
 @programs
 def test_many_programs_are_exact(
     random_policy: Callable[..., Any], instructions: list[Instruction], mode: Backward, seed: int, drop: float
