@@ -137,7 +137,7 @@ OPERATIONS: dict[str, Call] = {
     "split": lambda a, b, k: a.split(1 + k % 3),
     "chunk": lambda a, b, k: a.chunk(2, dim=-1),
     "unbind": lambda a, b, k: a.unbind(0)[:2],
-    "unsafe_split": lambda a, b, k: torch.unsafe_split(a, 1 + k % 3),
+    "unsafe_split": lambda a, b, k: [piece * 2 for piece in torch.unsafe_split(a, 1 + k % 3)],  # not to be written
     "max": lambda a, b, k: a.max(dim=-1).values,
     "sort": lambda a, b, k: a.sort(dim=-1).values,
     "var_mean": lambda a, b, k: torch.var_mean(a, dim=-1, correction=0),
@@ -261,24 +261,37 @@ def assert_program_is_exact(instructions: list[Instruction], mode: Backward, pol
 
     def make_copying() -> Step:
         return make_step(
-            instructions, mode, PLAIN_REGION, lambda: saved_tensors_hooks(torch.clone, lambda saved: saved)
+            instructions, mode, PLAIN_REGION, lambda: saved_tensors_hooks(copy_in_layout, lambda saved: saved)
         )
 
     def make_ours() -> Step:
         return make_step(instructions, mode, SCRIMP_REGION, lambda: scrimp.session(policy=policy()))
 
-    torch.default_generator.manual_seed(0)
-    plain = make_plain()
-    try:
-        plain.backward(plain.forward())
-    except RuntimeError as refusal:
-        note(f"plain refuses: {refusal}")
+    if not is_refused(make_plain):
+        assert_same_outcome(make_plain, make_ours)
+    elif not is_refused(make_copying):
         # Torch fills rrelu's noise after it has saved it, so that a copy would hold garbage.
         reference = make_ours if any(each.name == "rrelu" for each in instructions) else make_copying
         with suppress(SavedChangedError, SourceChangedError):
             assert_same_outcome(reference, make_ours)
-    else:
-        assert_same_outcome(make_plain, make_ours)
+
+
+def copy_in_layout(saved: Tensor) -> Tensor:
+    """A copy that kernels treat as they would the original: the same strides, also where there are gaps."""
+    storage = saved.untyped_storage().clone()
+    return torch.empty(0, dtype=saved.dtype).set_(storage, saved.storage_offset(), saved.size(), saved.stride())
+
+
+def is_refused(make: Callable[[], Step]) -> bool:
+    """Whether torch raises in forward or backward."""
+    torch.default_generator.manual_seed(0)
+    step = make()
+    try:
+        step.backward(step.forward())
+    except RuntimeError as refusal:
+        note(f"torch refuses: {refusal}")
+        return True
+    return False
 
 
 programs = given(
@@ -302,7 +315,7 @@ def test_programs_are_exact(
 
 
 @pytest.mark.slow
-@settings(steadily, max_examples=4000)
+@settings(steadily, max_examples=3000)
 @programs
 def test_many_programs_are_exact(
     random_policy: Callable[..., Any], instructions: list[Instruction], mode: Backward, seed: int, drop: float
