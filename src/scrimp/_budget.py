@@ -25,7 +25,8 @@ def parse_budget(budget: Budget, capacity: int | None = None) -> int:
     """Bytes of a budget as people write it.
 
     Args:
-        budget: ``"8GiB"`` (1024s), ``"8 GB"`` (1000s), a number of bytes, or a float in (0, 1]: that fraction of ``capacity``.
+        budget: ``"8GiB"`` (1024s), ``"8 GB"`` (1000s), a number of bytes, or a float in (0, 1]: that fraction
+            of ``capacity``.
         capacity: bytes of the device that a fraction refers to.
 
     Raises:
@@ -56,7 +57,8 @@ def parse_budget(budget: Budget, capacity: int | None = None) -> int:
 def _fraction(fraction: float, capacity: int | None) -> int:
     if not 0 < fraction <= 1:
         raise BudgetError(
-            f"A float budget is a fraction of the device, more than 0 and at most 1; got {fraction!r}. Give {_ACCEPTED}."
+            f"A float budget is a fraction of the device, above 0 and at most 1; got {fraction!r}. "
+            f"Give {_ACCEPTED}."
         )
     if capacity is None:
         raise BudgetError(

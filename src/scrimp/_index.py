@@ -27,10 +27,12 @@ class Index:
         reads: per op, the values it reads that were made during the step.
         outputs: per op, the values it makes.
         readers: per value made during the step, the ops that read it.
-        replayable: per op, whether it may be replayed; an op that read a source which was overwritten later may not.
+        replayable: per op, whether it may be replayed; an op that read a source which was overwritten later
+            may not.
         natural_end: per value, the last moment at whose start somebody other than autograd holds it.
         saved_at: per value, the op that first saves it; ``NEVER`` where none does.
-        last_release: per value, the moment that closes its last handle (``moments`` if none does); ``NEVER`` if unsaved.
+        last_release: per value, the moment that closes its last handle (``moments`` if none does); ``NEVER``
+            if unsaved.
         unpacks: per value, the moments at which backward asks for it.
         releases: per value, the moments at which handles of it are released.
         decided: the values that a plan decides about: saved, and made during the step.
@@ -61,9 +63,9 @@ def index(trace: Trace) -> Index:
     end = len(ops) + len(trace.events)
     owner = [NEVER if value.op is None else value.op for value in values]
     outputs: list[list[int]] = [[] for _ in ops]
-    for value, op in enumerate(owner):
-        if op != NEVER:
-            outputs[op].append(value)
+    for value, maker in enumerate(owner):
+        if maker != NEVER:
+            outputs[maker].append(value)
     size = _counted(trace, outputs)
     reads = [tuple(value for value in op.reads if owner[value] != NEVER) for op in ops]
     readers: list[list[int]] = [[] for _ in values]
@@ -85,7 +87,9 @@ def index(trace: Trace) -> Index:
             case Release(value):
                 releases[value].append(moment)
     replayable = _replayable(trace)
-    decided = tuple(value for value in range(len(values)) if saved_at[value] != NEVER and owner[value] != NEVER)
+    decided = tuple(
+        value for value in range(len(values)) if saved_at[value] != NEVER and owner[value] != NEVER
+    )
     return Index(
         trace=trace,
         moments=end,
@@ -127,7 +131,8 @@ def _replayable(trace: Trace) -> list[bool]:
     replayable: list[bool] = []
     for op in trace.ops:
         lost = any(
-            value in overwritten and (trace.values[value].op is None or not replayable[trace.values[value].op or 0])
+            value in overwritten
+            and (trace.values[value].op is None or not replayable[trace.values[value].op or 0])
             for value in op.reads
         )
         replayable.append(op.replayable and not lost)

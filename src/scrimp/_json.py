@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def write_object(path: str | os.PathLike[str], content: Mapping[str, object]) -> None:
-    """Write ``content`` so that a reader sees the old file or the new one, and nobody but the owner reads it."""
+    """Write ``content`` whole or not at all, in a file that only its owner reads."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # mkstemp: mode 0600
     try:
@@ -42,7 +42,8 @@ def read_object(
         raise error(f"{path} does not hold a {kind}; need a file that scrimp saved.")
     if content.get("version") != version:
         raise error(
-            f"{path} is a {kind} of version {content.get('version')!r}; this scrimp reads version {version}. Make it anew."
+            f"{path} is a {kind} of version {content.get('version')!r}; this scrimp reads version {version}. "
+            "Make it anew."
         )
     return content
 
@@ -53,12 +54,15 @@ def row(data: Any) -> dict[str, object]:
 
 
 def build(cls: type[T], content: object, where: str, error: Callable[[str], Exception]) -> T:
-    """A ``cls`` from a JSON object, with every field present and of the annotated type, and no other field."""
-    types = _types(cls)
+    """A ``cls`` from a JSON object that has every field, of the annotated type, and no other field."""
+    kind: Any = cls
+    types: dict[str, Any] = _types(kind)
     if not isinstance(content, dict) or content.keys() != types.keys():
         have = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise error(f"{where}: need the fields {', '.join(types)}; have {have}.")
-    return cls(**{name: convert(kind, content[name], f"{where}.{name}", error) for name, kind in types.items()})
+    return cls(
+        **{name: convert(kind, content[name], f"{where}.{name}", error) for name, kind in types.items()}
+    )
 
 
 @cache

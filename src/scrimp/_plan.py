@@ -28,10 +28,11 @@ class Drop:
     """The value is let go when it is first saved, and replayed when backward asks for it.
 
     Attributes:
-        passes: how many times it is computed and let go again before it is retained. With 0, the first replay that
-            computes it retains it until its last handle is released. While passes remain, a replay that merely passes
-            lets it go after its last use there, and an unpack keeps it only until the next release of one of its
-            handles. This is what makes multi-level schedules (Revolve, rotor) expressible as a decision per value.
+        passes: how many times it is computed and let go again before it is retained. With 0, the first replay
+            that computes it retains it until its last handle is released. While passes remain, a replay that
+            merely passes lets it go after its last use there, and an unpack keeps it only until the next
+            release of one of its handles. This is what makes multi-level schedules (Revolve, rotor)
+            expressible as a decision per value.
     """
 
     passes: int = 0
@@ -73,10 +74,11 @@ class Plan:
         peak: predicted bytes at the worst moment of the step, everything included.
         seconds: predicted time of the step.
         plain_seconds: predicted time of the step with everything kept.
-        bound_seconds: no plan within the budget can be faster than this: proven, not estimated, given the trace.
+        bound_seconds: no plan within the budget can be faster than this: proven, not estimated, given the
+            trace.
 
     Example:
-        >>> plan = Plan("0f", 100, {3: Keep(), 4: Drop()}, peak=90, seconds=1.2, plain_seconds=1.0, bound_seconds=1.1)
+        >>> plan = Plan("0f", 100, {3: Keep(), 4: Drop()}, 90, 1.2, plain_seconds=1.0, bound_seconds=1.1)
         >>> print(plan)
         peak 90 B of 100 B, time +20.0% (no plan below +10.0%); 1 kept, 1 dropped, 0 stored
         >>> Plan("0f", 100, {3: Keep(), 4: Keep()}, 95, 1.0, 1.0, 1.0).diff(plan)
@@ -153,7 +155,9 @@ class Plan:
 def _decision(item: object, where: str) -> Decision:
     kinds: dict[object, type[Decision]] = {"Keep": Keep, "Drop": Drop, "Store": Store}
     if not isinstance(item, dict) or item.get("decision") not in kinds:
-        raise PlanError(f"{where}: need a decision that is one of {', '.join(map(str, kinds))}; have {item!r}.")
+        raise PlanError(
+            f"{where}: need a decision that is one of {', '.join(map(str, kinds))}; have {item!r}."
+        )
     return build(
         kinds[item["decision"]], {key: item[key] for key in item if key != "decision"}, where, PlanError
     )

@@ -47,11 +47,14 @@ def needed_ops(index: Index, target: int, is_present: Callable[[int], bool]) -> 
     return sorted(needed), starts
 
 
-def replay_cost(index: Index, ops: list[int], starts: Container[int], remaining: Container[int]) -> ReplayCost:
+def replay_cost(
+    index: Index, ops: list[int], starts: Container[int], remaining: Container[int]
+) -> ReplayCost:
     """Run ``ops``: each intermediate goes right after its last use, those ``remaining`` stay.
 
-    An in-place op moves its input's bytes to its output: the version that it overwrites is never present for others,
-    because a version that is saved, or that cannot be replayed, is not overwritten before a replayable op.
+    An in-place op moves its input's bytes to its output: the version that it overwrites is never present for
+    others, because a version that is saved, or that cannot be replayed, is not overwritten before a
+    replayable op.
     """
     size, owner_trace = index.size, index.trace
     last_use = {value: op for op in ops for value in index.reads[op] if value not in starts}

@@ -1,9 +1,9 @@
 """The referee: what a plan makes of a trace, byte by byte and second by second.
 
 What a value costs is written down as **spans**: it is there at the start of every moment ``t`` with
-``after < t <= until``. The bytes at the start of a moment are the sum over the spans that cover it; what a moment
-needs on top of that (an op's outputs and transients, a backward node's own memory, a replay's worst moment) is its
-inner peak.
+``after < t <= until``. The bytes at the start of a moment are the sum over the spans that cover it; what a
+moment needs on top of that (an op's outputs and transients, a backward node's own memory, a replay's worst
+moment) is its inner peak.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def simulate(trace: Trace, plan: Plan | Mapping[int, Decision] | None = None) ->
 
     Args:
         trace: the step.
-        plan: a plan for this trace, or decisions by value id; values without one are kept. ``None``: keep everything.
+        plan: a plan for this trace, or decisions by value id; values without one are kept. ``None``: keep
+            everything.
 
     Raises:
         PlanError: when the plan is for another trace, or decides something impossible.
@@ -80,15 +81,15 @@ def simulate(trace: Trace, plan: Plan | Mapping[int, Decision] | None = None) ->
         >>> trace = Trace(
         ...     values=(Value(8, op=None), Value(8, op=0, dies_after=1), Value(8, op=1, dies_after=1)),
         ...     ops=(Op("exp", "", (0,), (1,), 1.0), Op("sin", "", (1,), (2,), 1.0)),
-        ...     events=(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2), Unpack(1), Run("a", "", 1.0, 0, 0), Release(1)),
-        ... )
+        ...     events=(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2), Unpack(1), Run("a", "", 1.0, 0, 0),
+        Release(1)), ... )
         >>> simulate(trace).seconds, simulate(trace, {1: Drop()}).seconds
         (4.0, 5.0)
     """
     if isinstance(plan, Plan):
         if plan.fingerprint != trace.fingerprint():
             raise PlanError(
-                f"The plan is for trace {plan.fingerprint}, this is trace {trace.fingerprint()}: plan this trace anew."
+                f"The plan is for trace {plan.fingerprint}, this is {trace.fingerprint()}: plan it anew."
             )
         plan = plan.decisions
     facts = index(trace)
@@ -101,19 +102,27 @@ def check_decisions(facts: Index, decisions: Mapping[int, Decision]) -> None:
     trace, decided = facts.trace, set(facts.decided)
     for value, decision in decisions.items():
         if value not in decided:
-            raise PlanError(f"value {value} is not saved, or was there before the step: a plan says nothing about it.")
+            raise PlanError(
+                f"value {value} is not saved, or was there before the step: a plan leaves it out."
+            )
         match decision:
             case Drop(passes) if value not in facts.droppable or passes < 0:
-                raise PlanError(f"value {value} cannot be dropped with {passes} passes: need a replayable op, passes >= 0.")
+                raise PlanError(
+                    f"value {value} cannot be dropped, {passes=}: need a replayable op and passes >= 0."
+                )
             case Store(free_at, prefetch_at):
                 if not trace.out_bandwidth or not trace.in_bandwidth:
-                    raise PlanError(f"value {value} cannot be stored: the trace has no bandwidth to a store.")
-                if not (facts.saved_at[value] <= free_at < len(trace.ops) and 0 <= prefetch_at < len(trace.events)):
-                    raise PlanError(f"value {value}: freed after op {free_at}, fetched at event {prefetch_at}: no such time.")
+                    raise PlanError(f"value {value} cannot be stored: the trace has no store's bandwidths.")
+                if not (
+                    facts.saved_at[value] <= free_at < len(trace.ops) and 0 <= prefetch_at < len(trace.events)
+                ):
+                    raise PlanError(
+                        f"value {value}: cannot free after op {free_at}, fetch at event {prefetch_at}."
+                    )
 
 
 def hold_ends(facts: Index, is_fixed: list[bool]) -> list[int]:
-    """Per value, the last release that needs it: of its own handles, or of a dropped value that is replayed from it."""
+    """Per value, the last release that needs it: its own, or that of a dropped value replayed from it."""
     ends = list(facts.last_release)
     for op in range(len(facts.reads) - 1, -1, -1):
         if facts.replayable[op] and facts.reads[op]:

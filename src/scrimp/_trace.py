@@ -3,13 +3,13 @@
 The words, in the order in which a step meets them:
 
 - A **value** is the content of one storage at one version. Views are no values: they are their storage's.
-- An **op** of the forward pass reads values and makes values. One that writes in place reads the old version of a
-  storage and makes a new value that ``overwrites`` it.
+- An **op** of the forward pass reads values and makes values. One that writes in place reads the old version
+  of a storage and makes a new value that ``overwrites`` it.
 - Autograd **saves** values while ops run; each save is a handle that is open until it is released.
 - Backward is a list of **events**: ``Unpack`` a value, ``Run`` a backward node, ``Release`` a handle.
 
-A **moment** is a number on the step's clock: forward op ``i`` is moment ``i``, and backward event ``j`` is moment
-``len(ops) + j``.
+A **moment** is a number on the step's clock: forward op ``i`` is moment ``i``, and backward event ``j`` is
+moment ``len(ops) + j``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ class Value:
 
     Attributes:
         nbytes: bytes of the whole storage.
-        op: the op that made it; ``None`` for what was there before the step (parameters, inputs), which counts nothing.
+        op: the op that made it; ``None`` for what was there before the step (parameters, inputs), which
+            counts nothing.
         output: which output of the op it is.
         overwrites: the value whose storage the op wrote this one into; ``None`` for a storage of its own.
-        dies_after: the last forward op during which somebody other than autograd holds it; ``None``: the step's end.
+        dies_after: the last forward op during which somebody other than autograd holds it; ``None``: the
+            step's end.
     """
 
     nbytes: int
@@ -88,7 +90,8 @@ class Run:
         module: path of the module whose forward made it.
         seconds: how long it takes, without unpacking.
         peak: bytes at its worst moment above what was there when it began; never negative.
-        net: bytes of backward's own (gradients) that it leaves behind, less those that it frees; may be negative.
+        net: bytes of backward's own (gradients) that it leaves behind, less those that it frees; may be
+            negative.
     """
 
     name: str
@@ -110,7 +113,7 @@ Event = Unpack | Run | Release
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes that are there before the step and stay: parameters, optimizer state, inputs, the device's own."""
+    """Bytes that are there before the step and stay: parameters, optimizer state, inputs."""
 
     name: str
     nbytes: int
@@ -152,12 +155,16 @@ class Trace:
         _check(self)
 
     def fingerprint(self) -> str:
-        """A digest of what a plan depends on: everything but times and bandwidths, which vary from run to run."""
+        """A digest of what a plan depends on: all but times and bandwidths, which vary from run to run."""
         digest = hashlib.blake2b(digest_size=16)
         for value in self.values:
-            digest.update(repr((value.nbytes, value.op, value.output, value.overwrites, value.dies_after)).encode())
+            digest.update(
+                repr((value.nbytes, value.op, value.output, value.overwrites, value.dies_after)).encode()
+            )
         for op in self.ops:
-            digest.update(repr((op.name, op.module, op.reads, op.saves, op.transient, op.replayable)).encode())
+            digest.update(
+                repr((op.name, op.module, op.reads, op.saves, op.transient, op.replayable)).encode()
+            )
         for event in self.events:
             timeless = (event.name, event.peak, event.net) if isinstance(event, Run) else event
             digest.update(repr(timeless).encode())
@@ -191,11 +198,14 @@ class Trace:
             if not isinstance(items, list):
                 raise TraceError(f"{path}: {name}: need a list, have {items!r}.")
         return cls(
-            values=tuple(build(Value, item, f"values[{i}]", TraceError) for i, item in enumerate(content["values"])),
+            values=tuple(
+                build(Value, item, f"values[{i}]", TraceError) for i, item in enumerate(content["values"])
+            ),
             ops=tuple(build(Op, item, f"ops[{i}]", TraceError) for i, item in enumerate(content["ops"])),
             events=tuple(_event(item, f"events[{i}]") for i, item in enumerate(content["events"])),
             resident=tuple(
-                build(Resident, item, f"resident[{i}]", TraceError) for i, item in enumerate(content["resident"])
+                build(Resident, item, f"resident[{i}]", TraceError)
+                for i, item in enumerate(content["resident"])
             ),
             out_bandwidth=convert(float, content.get("out_bandwidth"), "out_bandwidth", TraceError),
             in_bandwidth=convert(float, content.get("in_bandwidth"), "in_bandwidth", TraceError),
@@ -205,7 +215,9 @@ class Trace:
 def _event(item: object, where: str) -> Event:
     kinds: dict[object, type[Event]] = {"Unpack": Unpack, "Run": Run, "Release": Release}
     if not isinstance(item, dict) or item.get("event") not in kinds:
-        raise TraceError(f"{where}: need an event that is one of {', '.join(map(str, kinds))}; have {item!r}.")
+        raise TraceError(
+            f"{where}: need an event that is one of {', '.join(map(str, kinds))}; have {item!r}."
+        )
     return build(kinds[item["event"]], {key: item[key] for key in item if key != "event"}, where, TraceError)
 
 
@@ -219,24 +231,33 @@ def _check(trace: Trace) -> None:
     for number, value in enumerate(trace.values):
         _check_value(trace, number, value)
         if value.op is not None:
-            _need((value.op, value.output) not in made, f"value {number}: output {value.output} of its op is taken.")
+            _need(
+                (value.op, value.output) not in made,
+                f"value {number}: output {value.output} of its op is taken.",
+            )
             made.add((value.op, value.output))
     overwritten = [value.overwrites for value in trace.values if value.overwrites is not None]
-    _need(len(overwritten) == len(set(overwritten)), "a value is overwritten twice; each write makes a new value.")
+    _need(
+        len(overwritten) == len(set(overwritten)),
+        "a value is overwritten twice; each write makes a new value.",
+    )
     saves: Counter[int] = Counter()
     for number, op in enumerate(trace.ops):
         _check_op(trace, number, op)
         saves.update(op.saves)
-    for value in overwritten:
+    for old in overwritten:
         _need(
-            saves[value] == 0,
-            f"value {value} is saved and overwritten later: autograd would refuse to unpack it. Leave its saves out.",
+            saves[old] == 0,
+            f"value {old} is saved and overwritten later: autograd would refuse to unpack it. Omit its saves.",
         )
     _check_events(trace, saves)
     for part in trace.resident:
         _need(part.nbytes >= 0, f"resident {part.name!r}: need bytes of at least 0, have {part.nbytes}.")
     for bandwidth in (trace.out_bandwidth, trace.in_bandwidth):
-        _need(bandwidth >= 0 and math.isfinite(bandwidth), f"need a finite bandwidth of at least 0, have {bandwidth}.")
+        _need(
+            bandwidth >= 0 and math.isfinite(bandwidth),
+            f"need a finite bandwidth of at least 0, have {bandwidth}.",
+        )
 
 
 def _check_value(trace: Trace, number: int, value: Value) -> None:
@@ -256,7 +277,10 @@ def _check_value(trace: Trace, number: int, value: Value) -> None:
         value.op is not None and value.overwrites in trace.ops[value.op].reads and old.dies_after == value.op,
         f"value {number}: its op must read value {value.overwrites}, which must die after that op.",
     )
-    _need(old.nbytes == value.nbytes, f"value {number}: shares a storage of {old.nbytes} bytes, has {value.nbytes}.")
+    _need(
+        old.nbytes == value.nbytes,
+        f"value {number}: shares a storage of {old.nbytes} bytes, has {value.nbytes}.",
+    )
 
 
 def _check_op(trace: Trace, number: int, op: Op) -> None:
@@ -272,7 +296,9 @@ def _check_op(trace: Trace, number: int, op: Op) -> None:
         _need(maker is None or maker < number, f"op {number}: reads value {value} before op {maker} made it.")
     for value in op.saves:
         maker = trace.values[value].op
-        _need(maker is None or maker <= number, f"op {number}: saves value {value} before op {maker} made it.")
+        _need(
+            maker is None or maker <= number, f"op {number}: saves value {value} before op {maker} made it."
+        )
 
 
 def _check_events(trace: Trace, saves: Counter[int]) -> None:
@@ -281,7 +307,10 @@ def _check_events(trace: Trace, saves: Counter[int]) -> None:
         match event:
             case Run():
                 _need(event.seconds >= 0 and math.isfinite(event.seconds), f"event {number}: need seconds.")
-                _need(event.peak >= max(event.net, 0), f"event {number}: need a peak of at least 0 and its net bytes.")
+                _need(
+                    event.peak >= max(event.net, 0),
+                    f"event {number}: need a peak of at least 0 and its net bytes.",
+                )
             case Unpack(value) | Release(value):
                 _need(handles[value] > 0, f"event {number}: value {value} has no open handle.")
                 handles[value] -= isinstance(event, Release)

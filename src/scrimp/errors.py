@@ -21,7 +21,8 @@ class BudgetError(ScrimpError):
     """No plan that was found meets the budget, or the budget itself cannot be read.
 
     Attributes:
-        smallest: the smallest budget, in bytes, that a plan is known for; ``None`` where the budget was not a size.
+        smallest: the smallest budget, in bytes, that a plan is known for; ``None`` where the budget was not a
+            size.
     """
 
     def __init__(self, message: str, smallest: int | None = None) -> None:

@@ -1,6 +1,7 @@
-"""A naive abstract machine: the executor's semantics spelled out, with nothing incremental and nothing shared.
+"""A naive abstract machine: the executor's semantics spelled out, with nothing incremental.
 
-It decides at every moment, from scratch, which copies of which values are on the device, and adds up their bytes.
+It decides at every moment, from scratch, which copies of which values are on the device, and adds up their
+bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Machine:
     copied: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Machine:
+        """The whole step."""
         self.out_free = self.in_free = 0.0
         for moment in range(len(self.trace.ops)):
             self.forward_op(moment)
@@ -38,6 +40,7 @@ class Machine:
         return self
 
     def decision(self, value: int) -> Decision:
+        """What the plan says."""
         return self.decisions.get(value, Keep())
 
     def is_before_step(self, value: int) -> bool:
@@ -46,13 +49,17 @@ class Machine:
         return made.op is None or (made.overwrites is not None and self.is_before_step(made.overwrites))
 
     def is_replayable(self, op: int) -> bool:
+        """Whether running the op again is possible and gives the same."""
         return self.trace.ops[op].replayable and not any(
             any(other.overwrites == read for other in self.trace.values)
-            and (self.trace.values[read].op is None or not self.is_replayable(self.trace.values[read].op or 0))
+            and (
+                self.trace.values[read].op is None or not self.is_replayable(self.trace.values[read].op or 0)
+            )
             for read in self.trace.ops[op].reads
         )
 
     def is_saved(self, value: int) -> bool:
+        """Whether autograd saves it."""
         return any(value in op.saves for op in self.trace.ops)
 
     def is_start(self, value: int) -> bool:
@@ -70,7 +77,7 @@ class Machine:
         return found
 
     def is_wanted(self, value: int, moment: int) -> bool:
-        """Whether an open handle of it, or of a dropped value that starts from it, is there (or will yet be made)."""
+        """Whether it, or a dropped value that starts from it, has an open handle or will yet have one."""
         return any(
             self.handles_left(other, moment) > 0
             and (other == value or (not self.is_start(other) and value in self.starts_of(other)))
@@ -78,6 +85,7 @@ class Machine:
         )
 
     def handles_left(self, value: int, moment: int) -> int:
+        """Handles not released before the moment, made or yet to be made."""
         total = sum(op.saves.count(value) for op in self.trace.ops)
         past = self.trace.events[: max(0, moment - len(self.trace.ops))]
         return total - sum(1 for event in past if event == Release(value))
@@ -88,14 +96,20 @@ class Machine:
         for value, made in enumerate(self.trace.values):
             if made.op is None or self.is_before_step(value):
                 continue
-            copies = int(self.original_is_there(value, moment)) + (value in self.retained) + self.landed(value, moment)
+            copies = (
+                int(self.original_is_there(value, moment))
+                + (value in self.retained)
+                + self.landed(value, moment)
+            )
             total += made.nbytes * copies
         return total
 
     def landed(self, value: int, moment: int) -> int:
+        """Copies back from the store."""
         return int(value in self.fetched and self.is_wanted(value, moment))
 
     def original_is_there(self, value: int, moment: int) -> bool:
+        """Whether the copy that forward made is there at the moment's start."""
         made = self.trace.values[value]
         assert made.op is not None
         if moment <= made.op:
@@ -110,12 +124,15 @@ class Machine:
         return self.is_wanted(value, moment)
 
     def allocated(self, op: int) -> int:
+        """Bytes of the storages that the op makes."""
         return sum(
-            value.nbytes for number, value in enumerate(self.trace.values)
+            value.nbytes
+            for number, value in enumerate(self.trace.values)
             if value.op == op and value.overwrites is None and not self.is_before_step(number)
         )
 
     def forward_op(self, moment: int) -> None:
+        """One op of the forward pass."""
         op = self.trace.ops[moment]
         self.levels.append(self.level(moment) + self.allocated(moment) + op.transient)
         self.now += op.seconds
@@ -123,16 +140,25 @@ class Machine:
             first = not any(value in earlier.saves for earlier in self.trace.ops[:moment])
             if first and isinstance(self.decisions.get(value), Store):
                 self.out_free = max(self.out_free, self.now)
-                self.out_free += self.trace.values[value].nbytes * (not self.is_before_step(value)) / self.trace.out_bandwidth
+                self.out_free += (
+                    self.trace.values[value].nbytes
+                    * (not self.is_before_step(value))
+                    / self.trace.out_bandwidth
+                )
                 self.copied[value] = self.out_free
         for value, decision in self.decisions.items():
             if isinstance(decision, Store) and decision.free_at == moment:
                 self.now = max(self.now, self.copied[value])
 
     def event(self, number: int) -> None:
+        """One event of the backward pass."""
         moment = len(self.trace.ops) + number
         for value, decision in sorted(self.decisions.items()):
-            if isinstance(decision, Store) and decision.prefetch_at == number and self.is_wanted(value, moment):
+            if (
+                isinstance(decision, Store)
+                and decision.prefetch_at == number
+                and self.is_wanted(value, moment)
+            ):
                 self.fetch(value)
         match self.trace.events[number]:
             case Run() as node:
@@ -149,22 +175,27 @@ class Machine:
                     level = self.replay(value, moment)
             case Release(value):
                 level = self.level(moment)
-                if value in self.retained and (not self.retained[value] or self.handles_left(value, moment + 1) == 0):
+                if value in self.retained and (
+                    not self.retained[value] or self.handles_left(value, moment + 1) == 0
+                ):
                     del self.retained[value]
         self.levels.append(level)
 
     def fetch(self, value: int) -> None:
+        """Begin the copy back from the store."""
         if value not in self.fetched:
             nbytes = self.trace.values[value].nbytes * (not self.is_before_step(value))
             self.in_free = max(self.in_free, self.now) + nbytes / self.trace.in_bandwidth
             self.fetched[value] = self.in_free
 
     def use(self, value: int) -> None:
+        """Wait for the copy back, where there is one."""
         if isinstance(self.decisions.get(value), Store):
             self.fetch(value)
             self.now = max(self.now, self.fetched[value])
 
     def needed(self, value: int) -> set[int]:
+        """The ops that compute the value from what is present."""
         op = self.trace.values[value].op
         assert op is not None
         ops = {op}
@@ -184,7 +215,9 @@ class Machine:
         keep: set[int] = set()
         for position, op in enumerate(ops):
             self.now += self.trace.ops[op].seconds
-            highest = max(highest, base + sum(here.values()) + self.allocated(op) + self.trace.ops[op].transient)
+            highest = max(
+                highest, base + sum(here.values()) + self.allocated(op) + self.trace.ops[op].transient
+            )
             for value, made in enumerate(self.trace.values):
                 if made.op == op:
                     if made.overwrites is not None:
@@ -193,7 +226,9 @@ class Machine:
                     if self.retains(value, target, moment, present_before):
                         keep.add(value)
             later = {
-                read for other in ops[position + 1 :] for read in self.trace.ops[other].reads
+                read
+                for other in ops[position + 1 :]
+                for read in self.trace.ops[other].reads
                 if not self.is_start(read) and read not in present_before
             }
             for value in list(here):
@@ -202,6 +237,7 @@ class Machine:
         return highest
 
     def retains(self, value: int, target: int, moment: int, present_before: set[int]) -> bool:
+        """Count a computation; whether the value stays."""
         if self.is_start(value) or value in present_before or not self.handles_left(value, moment):
             return False
         decision = self.decisions[value]

@@ -12,7 +12,7 @@ from scrimp._trace import Event, Op, Release, Resident, Run, Trace, Unpack, Valu
 
 
 def random_trace(random: Random, most_ops: int = 12) -> Trace:
-    """A program of random ops (several outputs, in place, not replayable), with a random but legal backward."""
+    """A program of random ops (several outputs, in place, not replayable) with a legal backward."""
     count = random.randint(1, most_ops)
     made: list[dict[str, int | None]] = [{"nbytes": random.randint(1, 9), "op": None} for _ in range(2)]
     last_use = [0, 0]
@@ -50,7 +50,15 @@ def random_trace(random: Random, most_ops: int = 12) -> Trace:
             death = random.choice((death, death, min(count - 1, (death or 0) + 2), None))
         values.append(Value(**fields, dies_after=death))  # type: ignore[arg-type]
     ops = tuple(
-        Op(f"op{i}", f"m{i // 3}", tuple(reads), tuple(saves), random.randint(1, 5), random.randint(0, 3), replayable)
+        Op(
+            f"op{i}",
+            f"m{i // 3}",
+            tuple(reads),
+            tuple(saves),
+            random.randint(1, 5),
+            random.randint(0, 3),
+            replayable,
+        )
         for i, (reads, saves, replayable) in enumerate(rows)
     )
     bandwidths = random.choice(((0.0, 0.0), (1.0, 2.0), (8.0, 8.0)))
@@ -67,7 +75,9 @@ def random_backward(random: Random, ops: tuple[Op, ...]) -> tuple[Event, ...]:
     for op in order:
         events.extend(Unpack(value) for value in op.saves if random.random() < 0.9)
         net = random.randint(-2, 4)
-        events.append(Run(f"d{op.name}", op.module, random.randint(1, 5), max(net, 0) + random.randint(0, 3), net))
+        events.append(
+            Run(f"d{op.name}", op.module, random.randint(1, 5), max(net, 0) + random.randint(0, 3), net)
+        )
         for value in op.saves:
             match random.random():
                 case x if x < 0.8:

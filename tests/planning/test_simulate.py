@@ -7,10 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from scrimp._plan import Drop, Plan, Store
 from scrimp._simulate import simulate
-from scrimp._trace import Op, Release, Run, Trace, Unpack, Value
-from scrimp.errors import PlanError
 
 from .machine import Machine
 from .programs import random_decisions, random_trace, randoms
@@ -19,7 +16,7 @@ from .programs import random_decisions, random_trace, randoms
 @settings(max_examples=3000)
 @given(randoms)
 def test_agrees_with_the_naive_machine(random: Random) -> None:
-    """Levels at every moment and the step's seconds are those of the machine that computes all from scratch."""
+    """Levels at every moment, and seconds, are those of the machine that computes all from scratch."""
     trace = random_trace(random)
     decisions = random_decisions(random, trace)
     machine = Machine(trace, decisions).run()
