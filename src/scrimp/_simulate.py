@@ -81,8 +81,11 @@ def simulate(trace: Trace, plan: Plan | Mapping[int, Decision] | None = None) ->
         >>> trace = Trace(
         ...     values=(Value(8, op=None), Value(8, op=0, dies_after=1), Value(8, op=1, dies_after=1)),
         ...     ops=(Op("exp", "", (0,), (1,), 1.0), Op("sin", "", (1,), (2,), 1.0)),
-        ...     events=(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2), Unpack(1), Run("a", "", 1.0, 0, 0),
-        Release(1)), ... )
+        ...     events=(
+        ...         *(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2)),
+        ...         *(Unpack(1), Run("a", "", 1.0, 0, 0), Release(1)),
+        ...     ),
+        ... )
         >>> simulate(trace).seconds, simulate(trace, {1: Drop()}).seconds
         (4.0, 5.0)
     """

@@ -248,7 +248,7 @@ def _check(trace: Trace) -> None:
     for old in overwritten:
         _need(
             saves[old] == 0,
-            f"value {old} is saved and overwritten later: autograd would refuse to unpack it. Omit its saves.",
+            f"value {old} is saved and overwritten later: autograd refuses to unpack it. Omit its saves.",
         )
     _check_events(trace, saves)
     for part in trace.resident:

@@ -10,7 +10,7 @@ import scrimp
 
 PROGRAM = """
 import sys, types
-package = types.ModuleType("scrimp")  # without running the package's __init__, which is for people and has everything
+package = types.ModuleType("scrimp")  # without running its __init__, which is for people and has everything
 package.__path__ = [sys.argv[1]]
 sys.modules["scrimp"] = package
 import scrimp._budget, scrimp._plan, scrimp._simulate, scrimp._solve, scrimp._standing, scrimp._trace

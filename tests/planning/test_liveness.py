@@ -15,7 +15,7 @@ from scrimp._solve._liveness import Liveness
 from .programs import random_trace, randoms
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300, deadline=None)
 @given(randoms)
 def test_agrees_with_the_simulator_after_every_change(random: Random) -> None:
     """After any sequence of changes, levels and seconds are those of the plan simulated from scratch."""

@@ -19,22 +19,33 @@ from .models import gpt
 from .programs import random_trace, randoms
 
 STEP = Trace(
-    values=(Value(8, None), Value(8, 0, dies_after=1), Value(8, 1, overwrites=1), Value(4, 1, output=1, dies_after=2)),
+    values=(
+        Value(8, None),
+        Value(8, 0, dies_after=1),
+        Value(8, 1, overwrites=1),
+        Value(4, 1, output=1, dies_after=2),
+    ),
     ops=(Op("a", "m", (0,), (), 1.0), Op("b_", "m", (1,), (2,), 1.0), Op("c", "m", (2, 3), (3,), 1.0)),
-    events=(Unpack(3), Run("dc", "m", 1.0, 8, 8), Release(3), Unpack(2), Run("db", "m", 1.0, 0, -8), Release(2)),
+    events=(
+        Unpack(3),
+        Run("dc", "m", 1.0, 8, 8),
+        Release(3),
+        Unpack(2),
+        Run("db", "m", 1.0, 0, -8),
+        Release(2),
+    ),
 )
 PLAN = Plan("ab", 100, {2: Drop(1), 3: Keep(), 5: Store(1, 2)}, 90, 2.0, 1.5, 1.6)
 
 
 @settings(max_examples=30)
 @given(randoms)
-def test_saved_trace_loads_equal(random: Random) -> None:
+def test_saved_trace_loads_equal(tmp_path_factory: pytest.TempPathFactory, random: Random) -> None:
     """Every legal trace survives the disk, and keeps its fingerprint."""
     trace = random_trace(random)
-    path = Path(pytest.ensuretemp("traces") if hasattr(pytest, "ensuretemp") else "/tmp") / "scrimp-trace.json"
+    path = tmp_path_factory.getbasetemp() / "trace.json"
     trace.save(path)
     loaded = Trace.load(path)
-    path.unlink()
     assert loaded == trace
     assert loaded.fingerprint() == trace.fingerprint()
 

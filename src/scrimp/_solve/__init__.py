@@ -24,17 +24,19 @@ def plan(trace: Trace, budget: Budget) -> Plan:
             or an int.
 
     Raises:
-        BudgetError: when no plan within the budget was found; it names the smallest budget that works, and
-        what
-            stands at its peak.
+        BudgetError: when no plan within the budget was found; it names the smallest budget that works,
+            and what stands at its peak.
 
     Example:
         >>> from scrimp._trace import Op, Release, Run, Trace, Unpack, Value
         >>> trace = Trace(
         ...     values=(Value(8, op=None), Value(800, op=0, dies_after=1), Value(800, op=1, dies_after=1)),
         ...     ops=(Op("exp", "", (0,), (1,), 1.0), Op("sin", "", (1,), (2,), 1.0)),
-        ...     events=(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2), Unpack(1), Run("a", "", 1.0, 0, 0),
-        Release(1)), ... )
+        ...     events=(
+        ...         *(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2)),
+        ...         *(Unpack(1), Run("a", "", 1.0, 0, 0), Release(1)),
+        ...     ),
+        ... )
         >>> print(plan(trace, "2 kB"))
         peak 1.56 KiB of 1.95 KiB, time +0.0% (no plan below +0.0%); 2 kept, 0 dropped, 0 stored
     """

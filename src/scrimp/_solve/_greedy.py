@@ -30,7 +30,7 @@ def reduce(state: Liveness, budget: int, candidates: Iterable[int]) -> bool:
     over = np.concatenate([[0], np.cumsum(state.levels > budget)])
     queue: list[tuple[float, int]] = []
     for value in candidates:
-        start, end = facts.natural_end[value] + 1, facts.last_release[value] + 1
+        start, end = facts.natural_end[value] + 1, min(facts.last_release[value] + 1, facts.moments)
         if state.is_kept(value) and start < end and (moments := int(over[end] - over[start])):
             freed = min(facts.size[value] * moments, excess)
             seconds = facts.trace.ops[facts.owner[value]].seconds
@@ -51,10 +51,16 @@ def reduce(state: Liveness, budget: int, candidates: Iterable[int]) -> bool:
     return excess == 0
 
 
-def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]]) -> bool:
-    """Keep again each group of values that saves time within the budget; returns whether any did."""
+def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]], effort: int) -> bool:
+    """Keep again each group of values that saves time within the budget; returns whether any did.
+
+    Ends early when ``effort`` replays were evaluated.
+    """
     found = False
+    end = state.effort + effort
     for group in groups:
+        if state.effort >= end:
+            break
         before = {value: state.decision(value) for value in group if not state.is_kept(value)}
         if not before:
             continue

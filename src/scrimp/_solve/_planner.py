@@ -13,7 +13,7 @@ from .._plan import Decision, Drop, Keep
 from .._simulate import Timeline, simulate_index
 from .._trace import Trace
 from ._blend import blend
-from ._bound import lower_bound, lower_bound_of_peak
+from ._bound import Bound, lower_bound, lower_bound_of_peak
 from ._cut import Cuts
 from ._greedy import reduce, restore
 from ._liveness import Liveness
@@ -21,6 +21,8 @@ from ._search import improve
 
 __all__ = ["Planner", "Solution"]
 
+_CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
+_EFFORT = 8000  # replays that a repair, and the search after it, may evaluate
 _SMALLEST_WITHIN = 200  # the smallest peak is searched to half a percent
 _SMALL = 300  # values up to which starting from everything kept is worth its time
 
@@ -64,10 +66,11 @@ class Planner:
         """The fastest plan found within the budget, or ``None``."""
         if self.plain.peak <= budget:
             return self._keep_all()
-        best = self._fit(budget)
+        bound = lower_bound(self._cuts, self.plain, budget)
+        best = self._fit(budget, bound)
         if best is None:
             return None
-        improve(best, budget, self._values, effort=self._effort())
+        improve(best, budget, self._values, effort=_EFFORT, enough=self._enough(bound))
         return self._judged(best)
 
     def smallest(self) -> Solution:
@@ -76,7 +79,7 @@ class Planner:
         too_small = lower_bound_of_peak(self._cuts, self.plain) - 1
         while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
             budget = (too_small + best.peak) // 2
-            state = self._fit(budget)
+            state = self._fit(budget, lower_bound(self._cuts, self.plain, budget))
             if state is None:
                 too_small = budget
             else:
@@ -91,20 +94,22 @@ class Planner:
         timeline = simulate_index(self.facts, decisions)
         return Solution(decisions, timeline.peak, timeline.seconds)
 
-    def _fit(self, budget: int) -> Liveness | None:
+    def _enough(self, bound: Bound) -> float:
+        return self.plain.seconds * (1 + _CLOSE) + bound.added_seconds
+
+    def _fit(self, budget: int, bound: Bound) -> Liveness | None:
         best: Liveness | None = None
-        for decisions in self._starts(budget):
-            state = self._repair(decisions, budget)
+        for decisions in self._starts(budget, bound):
+            state = self._repair(decisions, budget, self._enough(bound))
             if state is not None and (best is None or state.seconds < best.seconds):
                 best = state
+            if best is not None and best.seconds <= self._enough(bound):
+                break
         return best
 
-    def _effort(self) -> int:
-        return 8000 if len(self._values) < 3000 else 20000
-
-    def _starts(self, budget: int) -> list[Mapping[int, Decision]]:
+    def _starts(self, budget: int, bound: Bound) -> list[Mapping[int, Decision]]:
         """Plans to repair: the best that fits, the closest that do not, and blends of the two."""
-        found = [self._start(drop_set) for drop_set in self._drop_sets(budget)]
+        found = [self._start(drop_set) for drop_set in self._drop_sets(bound)]
         fitting = [start for start in found if start.timeline.peak <= budget]
         failing = [start for start in found if start.timeline.peak > budget]
         failing.sort(key=lambda start: int(np.maximum(start.timeline.levels - budget, 0).sum()))
@@ -116,24 +121,26 @@ class Planner:
                 blend(self.facts, best.decisions, start.decisions, self._groups, budget)
                 for start in faster[:2]
             ]
-            starts = [best.decisions, *blends]
+            starts = [*blends, best.decisions]
         if len(self._values) <= _SMALL:
             starts.append({})
         return starts
 
-    def _drop_sets(self, budget: int) -> list[Mapping[int, Decision]]:
+    def _drop_sets(self, bound: Bound) -> list[Mapping[int, Decision]]:
         seen: dict[bytes, Mapping[int, Decision]] = {}
-        for mask in lower_bound(self._cuts, self.plain, budget).drop_sets:
+        for mask in bound.drop_sets:
             seen[mask.tobytes()] = {int(value): Drop() for value in self._cuts.values[mask]}
         return list(seen.values())
 
     def _start(self, decisions: Mapping[int, Decision]) -> _Start:
         return _Start(decisions, simulate_index(self.facts, decisions))
 
-    def _repair(self, decisions: Mapping[int, Decision], budget: int) -> Liveness | None:
+    def _repair(self, decisions: Mapping[int, Decision], budget: int, enough: float) -> Liveness | None:
         state = Liveness(self.facts, decisions)
         if not reduce(state, budget, self._values):
             return None
-        while restore(state, budget, [*self._groups, *self._singles]):
-            pass
+        end = state.effort + _EFFORT
+        while state.seconds > enough and state.effort < end:
+            if not restore(state, budget, [*self._groups, *self._singles], effort=end - state.effort):
+                break
         return state

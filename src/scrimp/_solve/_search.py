@@ -14,7 +14,9 @@ _WINDOW = 12  # saved values in one neighbourhood
 _SAMPLED = 24  # how many values elsewhere a repair considers
 
 
-def improve(state: Liveness, budget: int, values: list[int], effort: int, seed: int = 0) -> None:
+def improve(
+    state: Liveness, budget: int, values: list[int], effort: int, enough: float, seed: int = 0
+) -> None:
     """Make a plan within the budget faster, in place; the result is the same for the same arguments.
 
     Args:
@@ -22,11 +24,12 @@ def improve(state: Liveness, budget: int, values: list[int], effort: int, seed: 
         budget: bytes.
         values: the droppable values, in the order of the ops that make them.
         effort: replays to evaluate, about; the search ends when they are used up.
+        enough: seconds at which the search ends, too: nearly proven to be the best.
         seed: of the random choices.
     """
     random = Random(seed)
     end = state.effort + effort
-    while values and state.effort < end:
+    while values and state.effort < end and state.seconds > enough:
         state.effort += 1  # a disturbance that evaluates nothing must not run for ever
         old, seconds = state.decisions, state.seconds
         first = random.randrange(len(values))
@@ -35,7 +38,8 @@ def improve(state: Liveness, budget: int, values: list[int], effort: int, seed: 
         nearby = {*window, *random.sample(values, min(_SAMPLED, len(values)))}
         repaired = reduce(state, budget, sorted(nearby))
         if repaired:
-            restore(state, budget, [(value,) for value in random.sample(sorted(nearby), len(nearby))])
+            groups = [(value,) for value in random.sample(sorted(nearby), len(nearby))]
+            restore(state, budget, groups, effort=end - state.effort)
         if not repaired or state.seconds > seconds:
             state.decide_all(changes_between(old, state))
 
