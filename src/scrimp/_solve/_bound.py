@@ -20,7 +20,7 @@ from scipy.optimize import linprog  # type: ignore[import-untyped]
 from .._simulate import Timeline
 from ._cut import Cuts
 
-__all__ = ["Bound", "lower_bound"]
+__all__ = ["Bound", "Relaxed", "lower_bound", "lower_bound_of_peak"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Bound:
 
 
 @final
-class _Relaxed:
+class Relaxed:
     """Levels of the relaxed step: a dropped value takes nothing from its natural end to its last release."""
 
     def __init__(self, cuts: Cuts, plain: Timeline) -> None:
@@ -47,6 +47,7 @@ class _Relaxed:
         ends = np.array([facts.last_release[value] + 1 for value in cuts.values], dtype=np.int64)
         self.ends: Final = np.maximum(ends, self.starts)
         self.sizes: Final = np.array([facts.size[value] for value in cuts.values], dtype=np.int64)
+        self.all_dropped: Final = self.levels(np.ones(len(cuts.values), dtype=bool))
 
     def levels(self, dropped: NDArray[np.bool_]) -> NDArray[np.int64]:
         moments = len(self._plain.levels)
@@ -59,13 +60,13 @@ class _Relaxed:
 
 def lower_bound_of_peak(cuts: Cuts, plain: Timeline) -> int:
     """Bytes that every plan of keeps and drops needs at some moment."""
-    return int(_Relaxed(cuts, plain).levels(np.ones(len(cuts.values), dtype=bool)).max())
+    return int(Relaxed(cuts, plain).all_dropped.max())
 
 
 def lower_bound(cuts: Cuts, plain: Timeline, budget: int, rounds: int = 16) -> Bound:
     """The bound for a budget, from at most ``rounds`` cuts."""
     facts = cuts.facts
-    relaxed = _Relaxed(cuts, plain)
+    relaxed = Relaxed(cuts, plain)
     everything = np.ones(len(cuts.values), dtype=bool)
     drop_sets = [np.zeros_like(everything), everything]
     levels = [relaxed.levels(drop_set) for drop_set in drop_sets]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, final
 
 import numpy as np
@@ -13,15 +14,22 @@ from .._plan import Decision, Drop, Keep
 from .._simulate import Timeline, simulate_index
 from .._trace import Trace
 from ._blend import blend
-from ._bound import Bound, lower_bound, lower_bound_of_peak
+from ._blocks import Block, Menu, find_blocks, menu_of
+from ._bound import Bound, Relaxed, lower_bound, lower_bound_of_peak
 from ._cut import Cuts
 from ._greedy import reduce, restore
 from ._liveness import Liveness
+from ._rotor import Rotor
 from ._search import improve
 
 __all__ = ["Planner", "Solution"]
 
 _CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
+_CHAIN_PAYS = 0.01  # of the step's time: a chain's schedule is looked for when this much may be gained
+_BAND = 10  # longest split in a chain's schedule, at least
+_CELLS = 4000  # about how many subchains to solve: short chains get a wider band
+_SHARES = (1.0, 0.97, 0.93)  # of the budget, for schedules whose rounded bytes exceed it
+_MENU_BUDGETS = (0.8, 0.6, 0.4, 0.2)  # of the plain peak: whose cuts make the options of the blocks
 _EFFORT = 8000  # replays that a repair, and the search after it, may evaluate
 _SMALLEST_WITHIN = 200  # the smallest peak is searched to half a percent
 _SMALL = 300  # values up to which starting from everything kept is worth its time
@@ -99,13 +107,61 @@ class Planner:
 
     def _fit(self, budget: int, bound: Bound) -> Liveness | None:
         best: Liveness | None = None
+        if np.isinf(bound.added_seconds):
+            return None
         for decisions in self._starts(budget, bound):
             state = self._repair(decisions, budget, self._enough(bound))
             if state is not None and (best is None or state.seconds < best.seconds):
                 best = state
             if best is not None and best.seconds <= self._enough(bound):
-                break
+                return best
+        if best is None or best.seconds > self._enough(bound) + _CHAIN_PAYS * self.plain.seconds:
+            for decisions in self._schedules(budget):
+                state = self._repair(decisions, budget, self._enough(bound))
+                if state is not None and (best is None or state.seconds < best.seconds):
+                    best = state
         return best
+
+    def _schedules(self, budget: int) -> list[Mapping[int, Decision]]:
+        """Chain schedules for the budget, and for less where those exceed it in exact bytes."""
+        if len(self._blocks) < 3:
+            return []
+        found: list[Mapping[int, Decision]] = []
+        for share in _SHARES:
+            decisions = self._schedule(int(budget * share))
+            if decisions is None:
+                break
+            found.append(decisions)
+            if simulate_index(self.facts, decisions).peak <= budget:
+                break
+        return found
+
+    def _schedule(self, nbytes: int) -> Mapping[int, Decision] | None:
+        """The chain's schedule, with a wider band where a narrow one finds nothing."""
+        band = max(_BAND, _CELLS // len(self._blocks))
+        for width in (band, 2 * band, 4 * band):
+            decisions = Rotor(self.facts, self._blocks, self._menus, nbytes, width).decisions()
+            if decisions is not None or width >= len(self._blocks):
+                return decisions
+        return None
+
+    @cached_property
+    def _blocks(self) -> tuple[Block, ...]:
+        return find_blocks(self.facts)
+
+    @cached_property
+    def _menus(self) -> tuple[Menu, ...]:
+        relaxed = Relaxed(self._cuts, self.plain)
+        masks = [
+            mask
+            for share in _MENU_BUDGETS
+            for mask in lower_bound(self._cuts, self.plain, int(share * self.plain.peak)).drop_sets
+        ]
+        handed = [block.entry for block in self._blocks[1:]] + [None]
+        return tuple(
+            menu_of(self._cuts, relaxed, block, hands_on, masks)
+            for block, hands_on in zip(self._blocks, handed, strict=True)
+        )
 
     def _starts(self, budget: int, bound: Bound) -> list[Mapping[int, Decision]]:
         """Plans to repair: the best that fits, the closest that do not, and blends of the two."""
