@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from scrimp._index import index
 from scrimp._plan import Drop, Keep
-from scrimp._simulate import simulate
+from scrimp._simulate import simulate, simulate_index
 from scrimp._solve import frontier, plan
 from scrimp._solve._planner import Planner
 from scrimp._trace import Trace
@@ -64,6 +64,27 @@ def test_small_programs_are_solved_to_the_best_single_level_plan(random: Random)
     solution = planner.solve(budget)
     assert solution is not None
     assert solution.seconds <= best * 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [lambda: gpt(layers=1, vocabulary=8000), lambda: unet(depth=1)])
+def test_a_block_is_solved_to_the_optimum(model: Callable[[], Trace]) -> None:
+    """At nine budgets, the plan is as fast as the best of all single-level plans of the large values."""
+    planner = Planner(model())
+    facts = planner.facts
+    large = [value for value in facts.droppable if facts.size[value] > planner.plain.peak // 20_000]
+    plans = []
+    for choice in product((False, True), repeat=len(large)):
+        dropped = {value: Drop() for value, is_dropped in zip(large, choice, strict=True) if is_dropped}
+        timeline = simulate_index(facts, dropped)
+        plans.append((timeline.peak, timeline.seconds))
+    least = min(peak for peak, _ in plans)
+    for tenth in range(1, 10):
+        budget = least + (planner.plain.peak - least) * tenth // 10
+        best = min(seconds for peak, seconds in plans if peak <= budget)
+        solution = planner.solve(budget)
+        assert solution is not None
+        assert solution.seconds <= best + 1e-3 * planner.plain.seconds
 
 
 @pytest.mark.parametrize("model", MODELS)

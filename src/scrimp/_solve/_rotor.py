@@ -1,10 +1,10 @@
 """Schedules for chains that recompute a block more than once: rotor's dynamic programme over a band.
 
-``C(s, t, m)``: least seconds to run blocks ``s`` to ``t`` forward and backward, with the entry of ``s`` there and
-``m`` bytes for all else. Either block ``s`` retains one of its options and the entry of ``s + 1``; or blocks are
-passed without retaining anything up to an entry ``p`` that is retained, ``p`` to ``t`` are done, and then ``s`` to
-``p - 1`` from a new replay. Splits longer than the band hardly ever pay. Bytes are rounded to a grid; the simulator
-judges the outcome in exact bytes.
+``C(s, t, m)``: least seconds to run blocks ``s`` to ``t`` forward and backward, with the entry of ``s`` there
+and ``m`` bytes for all else. Either block ``s`` retains one of its options and the entry of ``s + 1``; or
+blocks are passed without retaining anything up to an entry ``p`` that is retained, ``p`` to ``t`` are done, and
+then ``s`` to ``p - 1`` from a new replay. Splits longer than the band hardly ever pay. Bytes are rounded to a
+grid; the simulator judges the outcome in exact bytes.
 """
 
 from __future__ import annotations
