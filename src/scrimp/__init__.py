@@ -1,21 +1,49 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
-from scrimp import errors, policy
+from scrimp import adjoints, errors, jacobian, planning, policy, solvers
 from scrimp._checkpoint import checkpoint
+from scrimp._engine.backward import backward
+from scrimp._engine.observe import Cancellation, NodeRun, NodeTotal, Observer, Profile, ProgressBar
+from scrimp._engine.parallel import parallel
+from scrimp._implicit.api import argmin, fixed_point, implicit, root
+from scrimp._plan import Plan
 from scrimp._session import Session, session
+from scrimp._solve import frontier, plan
 from scrimp._statistics import Statistics, Tally
-from scrimp.errors import ScrimpError
+from scrimp._trace import Trace
+from scrimp.errors import BudgetError, ScrimpError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
+    "Cancellation",
+    "NodeRun",
+    "NodeTotal",
+    "Observer",
+    "Plan",
+    "Profile",
+    "ProgressBar",
     "ScrimpError",
     "Session",
     "Statistics",
     "Tally",
+    "Trace",
     "__version__",
+    "adjoints",
+    "argmin",
+    "backward",
     "checkpoint",
     "errors",
+    "fixed_point",
+    "frontier",
+    "implicit",
+    "jacobian",
+    "parallel",
+    "plan",
+    "planning",
     "policy",
+    "root",
     "session",
+    "solvers",
 ]

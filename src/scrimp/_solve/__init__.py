@@ -1,0 +1,114 @@
+"""From a trace and a budget to a plan: the solvers, and the two functions that people call."""
+
+from __future__ import annotations
+
+from .._budget import Budget, format_bytes, parse_budget
+from .._plan import Plan
+from .._simulate import simulate_index
+from .._standing import name_moment, standing
+from .._trace import Trace
+from ..errors import BudgetError
+from ._planner import Planner, Solution
+
+__all__ = ["frontier", "plan"]
+
+_NAMED = 5  # how many things at the peak an error names
+
+
+def plan(trace: Trace, budget: Budget) -> Plan:
+    """The fastest plan found whose peak, at every moment of the step, is within the budget.
+
+    Args:
+        trace: the step to plan.
+        budget: bytes that the whole step may use, parameters and gradients included: ``"8GiB"``, ``"8 GB"``
+            or an int.
+
+    Raises:
+        BudgetError: when no plan within the budget was found; it names the smallest budget that works,
+            and what stands at its peak.
+
+    Example:
+        >>> from scrimp._trace import Op, Release, Run, Trace, Unpack, Value
+        >>> trace = Trace(
+        ...     values=(Value(8, op=None), Value(800, op=0, dies_after=1), Value(800, op=1, dies_after=1)),
+        ...     ops=(Op("exp", "", (0,), (1,), 1.0), Op("sin", "", (1,), (2,), 1.0)),
+        ...     events=(
+        ...         *(Unpack(2), Run("b", "", 1.0, 0, 0), Release(2)),
+        ...         *(Unpack(1), Run("a", "", 1.0, 0, 0), Release(1)),
+        ...     ),
+        ... )
+        >>> print(plan(trace, "2 kB"))
+        peak 1.56 KiB of 1.95 KiB, time +0.0% (no plan below +0.0%); 2 kept, 0 dropped, 0 stored
+    """
+    nbytes = parse_budget(budget)
+    planner = Planner(trace)
+    solution = planner.solve(nbytes)
+    if solution is None:
+        raise _infeasible(planner, nbytes)
+    return _plan(planner, solution, nbytes)
+
+
+def frontier(trace: Trace, points: int = 12) -> tuple[Plan, ...]:
+    """Peak against time: plans for budgets from the smallest feasible one to what keeping everything takes.
+
+    Args:
+        trace: the step to plan.
+        points: how many budgets, at least two, evenly spaced by ratio.
+
+    Returns:
+        The plans, by increasing budget; a larger budget never takes more time.
+
+    Example:
+        >>> from scrimp._trace import Op, Release, Run, Trace, Unpack, Value
+        >>> trace = Trace(
+        ...     values=(Value(8, op=None), Value(8, op=0, dies_after=0)),
+        ...     ops=(Op("exp", "", (0,), (1,), 1.0), Op("sin", "", (0,), (), 1.0, transient=4)),
+        ...     events=(Unpack(1), Run("a", "", 1.0, 2, 0), Release(1)),
+        ... )
+        >>> [(step.peak, step.seconds) for step in frontier(trace, points=2)]
+        [(10, 4.0), (12, 3.0)]
+    """
+    if points < 2:
+        raise ValueError(f"A frontier needs at least two points; got points={points}.")
+    planner = Planner(trace)
+    best = planner.smallest()
+    largest = planner.plain.peak
+    ratio = (largest / best.peak) ** (1 / (points - 1)) if best.peak else 1.0
+    budgets = [round(best.peak * ratio**step) for step in range(points - 1)] + [largest]
+    plans = []
+    for budget in budgets:
+        solution = planner.solve(budget)
+        if solution is not None and solution.seconds < best.seconds:
+            best = solution
+        plans.append(_plan(planner, best, budget))
+    return tuple(plans)
+
+
+def _plan(planner: Planner, solution: Solution, budget: int) -> Plan:
+    return Plan(
+        fingerprint=planner.facts.trace.fingerprint(),
+        budget=budget,
+        decisions=solution.decisions,
+        peak=solution.peak,
+        seconds=solution.seconds,
+        plain_seconds=planner.plain.seconds,
+        bound_seconds=min(planner.bound(budget), solution.seconds),
+    )
+
+
+def _infeasible(planner: Planner, budget: int) -> BudgetError:
+    smallest, trace = planner.smallest(), planner.facts.trace
+    timeline = simulate_index(planner.facts, smallest.decisions)
+    moment = timeline.peak_moment
+    slower = smallest.seconds / planner.plain.seconds - 1
+    named = [
+        f"  {format_bytes(part.nbytes):>12}  {part.name}"
+        for part in standing(trace, timeline, moment)[:_NAMED]
+    ]
+    return BudgetError(
+        f"No plan fits this step into {format_bytes(budget)}. The smallest budget found to work is "
+        f"{format_bytes(smallest.peak)} ({smallest.peak} bytes), {slower:+.0%} time. "
+        f"At its peak ({name_moment(trace, moment)}) there are:\n" + "\n".join(named) + "\n"
+        "Give at least that budget, or make the step smaller: the batch, the inputs, a loss in chunks.",
+        smallest=smallest.peak,
+    )

@@ -1,0 +1,78 @@
+"""Greedy with exact liveness: drop what frees most for its time, give back what the budget has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from .._plan import Decision, Drop, Keep
+from ._liveness import Liveness
+
+__all__ = ["reduce", "restore"]
+
+_STILL_LEADS = (
+    0.9  # scores that wait are stale and too good; insisting would try all of many equal blocks each time
+)
+_LEAST_SECONDS = 1e-12  # a gain below this is the noise of adding floats
+
+
+def reduce(state: Liveness, budget: int, candidates: Iterable[int]) -> bool:
+    """Drop values until the peak meets the budget or nothing helps; returns whether it does.
+
+    What is tried next is what frees most bytes-over-budget, summed over moments, for each second added. The
+    first estimate is optimistic; a candidate is tried, and taken if its exact score still leads, else it
+    waits with it.
+    """
+    facts = state.facts
+    excess = state.excess(budget)
+    over = np.concatenate([[0], np.cumsum(state.levels > budget)])
+    queue: list[tuple[float, int]] = []
+    for value in candidates:
+        start, end = facts.natural_end[value] + 1, min(facts.last_release[value] + 1, facts.moments)
+        if state.is_kept(value) and start < end and (moments := int(over[end] - over[start])):
+            freed = min(facts.size[value] * moments, excess)
+            seconds = facts.trace.ops[facts.owner[value]].seconds
+            queue.append((-freed / max(seconds, _LEAST_SECONDS), value))
+    heapify(queue)
+    while excess and queue:
+        _, value = heappop(queue)
+        seconds = state.seconds
+        state.decide(value, Drop())
+        left = state.excess(budget)
+        score = (excess - left) / max(state.seconds - seconds, _LEAST_SECONDS)
+        if left < excess and (not queue or score >= -queue[0][0] * _STILL_LEADS):
+            excess = left
+            continue
+        state.decide(value, Keep())
+        if left < excess:
+            heappush(queue, (-score, value))
+    return excess == 0
+
+
+def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]], effort: int) -> bool:
+    """Keep again each group of values that saves time within the budget; returns whether any did.
+
+    Ends early when ``effort`` replays were evaluated.
+    """
+    found = False
+    end = state.effort + effort
+    for group in groups:
+        if state.effort >= end:
+            break
+        before = {value: state.decision(value) for value in group if not state.is_kept(value)}
+        if not before:
+            continue
+        seconds = state.seconds
+        state.decide_all(dict.fromkeys(before, Keep()))
+        if state.seconds < seconds - _LEAST_SECONDS and state.peak <= budget:
+            found = True
+        else:
+            state.decide_all(before)
+    return found
+
+
+def changes_between(old: Mapping[int, Decision], state: Liveness) -> dict[int, Decision]:
+    """The decisions that lead the state back to ``old``."""
+    return {value: decision for value, decision in old.items() if state.decision(value) != decision}

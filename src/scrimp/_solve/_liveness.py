@@ -1,0 +1,258 @@
+"""A plan under change: exact peak and seconds, updated decision by decision instead of simulated anew.
+
+Turning one value from kept to dropped changes few replays: those that would have started from it or computed
+it, and those that meet what these now leave behind or no longer do. Each replay remembers what it looked at,
+so that a change re-evaluates, in the order of time, exactly the replays that could see it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._index import Index
+from .._plan import Decision, Drop, Keep
+from .._replay_cost import ReplayCost, needed_ops, replay_cost
+from .._simulate import fixed_values, simulate_index
+from .._trace import Unpack
+
+__all__ = ["Liveness"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A replay in the plan: what it looked at, what it computed that has open handles, its cost."""
+
+    looked_at: frozenset[int]
+    computed: frozenset[int]
+    cost: ReplayCost
+
+
+@final
+class Liveness:
+    """The state of a plan of keeps and drops.
+
+    Attributes:
+        levels: most bytes during each moment.
+        seconds: of the whole step.
+        effort: replays evaluated so far: a clock for searches that is the same on every machine.
+    """
+
+    def __init__(self, facts: Index, decisions: Mapping[int, Decision]) -> None:
+        self.facts: Final = facts
+        plain = simulate_index(facts, {})
+        self.levels: NDArray[np.int64] = plain.levels.copy()
+        self.seconds = plain.seconds
+        self.effort = 0
+        self._passes: dict[int, int] = {}
+        self._fixed = fixed_values(facts, {})
+        self._ends = list(facts.last_release)
+        self._computed_at: dict[int, list[int]] = {}
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._replays: dict[int, _Replay] = {}
+        self._watchers: dict[int, set[int]] = {}
+        self.decide_all(decisions)
+
+    @property
+    def decisions(self) -> dict[int, Decision]:
+        """The plan as it stands, for every decided value."""
+        return {
+            value: Drop(self._passes[value]) if value in self._passes else Keep()
+            for value in self.facts.decided
+        }
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any moment."""
+        return int(self.levels.max())
+
+    def excess(self, budget: int) -> int:
+        """Bytes over the budget, summed over the moments."""
+        return int(np.maximum(self.levels - budget, 0).sum())
+
+    def is_kept(self, value: int) -> bool:
+        """Whether the plan keeps a decided value."""
+        return value not in self._passes
+
+    def decision(self, value: int) -> Decision:
+        """What the plan says about a decided value."""
+        return Drop(self._passes[value]) if value in self._passes else Keep()
+
+    def decide_all(self, decisions: Mapping[int, Decision]) -> None:
+        """Change many decisions, re-evaluating each replay once."""
+        moments: set[int] = set()
+        for value, decision in decisions.items():
+            if decision != self.decision(value):
+                moments |= self._change(value, decision)
+        self._settle(moments)
+
+    def decide(self, value: int, decision: Decision) -> None:
+        """Change one decision."""
+        if decision != self.decision(value):
+            self._settle(self._change(value, decision))
+
+    def _change(self, value: int, decision: Decision) -> set[int]:
+        """Change a decision and what follows at once; returns the moments whose replays may change."""
+        moments = set(self.facts.unpacks[value]) | self._watchers.get(value, set())
+        was_kept = value not in self._passes
+        if isinstance(decision, Drop):
+            self._passes[value] = decision.passes
+        else:
+            self._passes.pop(value, None)
+        is_kept = value not in self._passes
+        if was_kept != is_kept:
+            self._add_held(value, -1 if was_kept else 1)
+            self._fixed[value] = is_kept
+            self._spread_demand(value)
+        if value in self._computed_at:
+            moments |= self._respan(value)
+        return moments
+
+    def _add_held(self, value: int, sign: int) -> None:
+        """Add or remove what holding a value costs beyond its natural life."""
+        start, end = self.facts.natural_end[value] + 1, self._ends[value] + 1
+        if start < end:
+            self.levels[start:end] += sign * self.facts.size[value]
+
+    def _spread_demand(self, value: int) -> None:
+        """Bring up to date until when the values from which ``value`` is replayed are needed."""
+        stack = [self.facts.owner[value]]
+        while stack:
+            op = stack.pop()
+            if not self.facts.replayable[op]:
+                continue
+            for read in self.facts.reads[op]:
+                end = self._demand(read)
+                if end == self._ends[read]:
+                    continue
+                held = self._fixed[read]
+                if held:
+                    self._add_held(read, -1)
+                self._ends[read] = end
+                if held:
+                    self._add_held(read, 1)
+                else:
+                    stack.append(self.facts.owner[read])
+
+    def _demand(self, value: int) -> int:
+        facts, ends, fixed = self.facts, self._ends, self._fixed
+        latest = facts.last_release[value]
+        for reader in facts.readers[value]:
+            if facts.replayable[reader]:
+                for output in facts.outputs[reader]:
+                    if not fixed[output] and ends[output] > latest:
+                        latest = ends[output]
+        return latest
+
+    def _settle(self, moments: Iterable[int]) -> None:
+        """Re-evaluate replays in the order of time until none can change any more."""
+        queue = list(moments)
+        heapify(queue)
+        last = -1
+        while queue:
+            moment = heappop(queue)
+            if moment == last:
+                continue
+            last = moment
+            for later in self._evaluate(moment):
+                if later > moment:
+                    heappush(queue, later)
+
+    def _evaluate(self, moment: int) -> set[int]:
+        """Make the replay at ``moment`` anew; returns the moments whose replays may change because of it."""
+        self.effort += 1
+        old = self._replays.get(moment)
+        new = self._replay(moment)
+        if old == new:
+            return set()
+        if old is not None:
+            self._forget(moment, old)
+        if new is not None:
+            self._remember(moment, new)
+        touched: set[int] = set()
+        before = old.computed if old is not None else frozenset()
+        after = new.computed if new is not None else frozenset()
+        for value in before | after:
+            touched |= self._respan(value)
+        return touched
+
+    def _forget(self, moment: int, replay: _Replay) -> None:
+        del self._replays[moment]
+        self.seconds -= replay.cost.seconds
+        self.levels[moment] -= replay.cost.peak
+        for value in replay.looked_at:
+            self._watchers[value].discard(moment)
+        for value in replay.computed:
+            self._computed_at[value].remove(moment)
+
+    def _remember(self, moment: int, replay: _Replay) -> None:
+        self._replays[moment] = replay
+        self.seconds += replay.cost.seconds
+        self.levels[moment] += replay.cost.peak
+        for value in replay.looked_at:
+            self._watchers.setdefault(value, set()).add(moment)
+        for value in replay.computed:
+            insort(self._computed_at.setdefault(value, []), moment)
+
+    def _replay(self, moment: int) -> _Replay | None:
+        facts = self.facts
+        event = facts.trace.events[moment - len(facts.trace.ops)]
+        assert isinstance(event, Unpack)
+        target = event.value
+        if self._is_present(target, moment):
+            return None
+        ops, starts = needed_ops(facts, target, lambda value: self._is_present(value, moment))
+        looked_at, computed, remaining = set(starts), set(), set()
+        for op in ops:
+            for value in facts.outputs[op]:
+                if facts.saved_at[value] < 0:
+                    continue
+                looked_at.add(value)
+                if facts.last_release[value] <= moment or self._is_present(value, moment):
+                    continue
+                computed.add(value)
+                passed = bisect_left(self._computed_at.get(value, ()), moment)
+                if passed >= self._passes[value] or value == target:
+                    remaining.add(value)
+        cost = replay_cost(facts, ops, starts, remaining)
+        return _Replay(frozenset(looked_at), frozenset(computed), cost)
+
+    def _is_present(self, value: int, moment: int) -> bool:
+        return self._fixed[value] or any(
+            after < moment <= until for after, until in self._spans.get(value, ())
+        )
+
+    def _respan(self, value: int) -> set[int]:
+        """Derive when a dropped value is there from when it is computed; returns what may see a change."""
+        old, new = self._spans.get(value, []), self._retained_spans(value)
+        if old == new:
+            return set()
+        size = self.facts.size[value]
+        for after, until in old:
+            self.levels[after + 1 : until + 1] -= size
+        for after, until in new:
+            self.levels[after + 1 : until + 1] += size
+        self._spans[value] = new
+        return self._watchers.get(value, set()) | set(self.facts.unpacks[value])
+
+    def _retained_spans(self, value: int) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        if value not in self._passes:
+            return spans
+        releases, first = self.facts.releases[value], len(self.facts.trace.ops)
+        for passed, moment in enumerate(self._computed_at.get(value, ())):
+            if passed >= self._passes[value]:
+                spans.append((moment, self.facts.last_release[value]))
+                break
+            if self.facts.trace.events[moment - first] == Unpack(value):
+                following = bisect_left(releases, moment + 1)
+                spans.append(
+                    (moment, releases[following] if following < len(releases) else self.facts.moments)
+                )
+        return spans

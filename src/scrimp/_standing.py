@@ -1,0 +1,63 @@
+"""What stands on the device at a moment, by name and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ._simulate import Timeline
+from ._trace import Release, Run, Trace, Unpack
+
+__all__ = ["Standing", "name_moment", "standing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Something that takes bytes at a moment."""
+
+    name: str
+    nbytes: int
+
+
+def name_moment(trace: Trace, moment: int) -> str:
+    """Where in the step a moment is, in words.
+
+    Example:
+        >>> from scrimp._trace import Op
+        >>> name_moment(Trace((), (Op("aten.mm", "layers.0", (), (), 1.0),), ()), 0)
+        'forward, in aten.mm (layers.0)'
+    """
+    if moment < len(trace.ops):
+        op = trace.ops[moment]
+        return f"forward, in {_label(op.name, op.module)}"
+    match trace.events[moment - len(trace.ops)]:
+        case Run(name, module):
+            return f"backward, in {_label(name, module)}"
+        case Unpack(value):
+            return f"backward, at the replay of {_value(trace, value)}"
+        case Release(value):
+            return f"backward, after the use of {_value(trace, value)}"
+
+
+def standing(trace: Trace, timeline: Timeline, moment: int) -> tuple[Standing, ...]:
+    """Everything on the device during a moment, largest first; it adds up to the timeline's level there."""
+    parts: Counter[str] = Counter()
+    for part in trace.resident:
+        parts[part.name] += part.nbytes
+    for span in timeline.spans:
+        if span.after < moment <= span.until:
+            parts[_value(trace, span.value)] += trace.values[span.value].nbytes
+    parts["gradients and other memory of backward"] += int(timeline.own[moment])
+    parts[f"made there: {name_moment(trace, moment)}"] += int(timeline.levels[moment]) - sum(parts.values())
+    return tuple(Standing(name, nbytes) for name, nbytes in parts.most_common() if nbytes)
+
+
+def _value(trace: Trace, value: int) -> str:
+    op = trace.values[value].op
+    return (
+        "something from before the step" if op is None else _label(trace.ops[op].name, trace.ops[op].module)
+    )
+
+
+def _label(name: str, module: str) -> str:
+    return f"{name} ({module})" if module else name

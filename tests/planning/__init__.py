@@ -1,0 +1,1 @@
+"""Tests of what decides: traces, plans, simulator, solvers."""

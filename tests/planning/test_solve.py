@@ -1,0 +1,138 @@
+"""Plans: within the budget, above the bound, close to the best; and what is said when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from scrimp._index import index
+from scrimp._plan import Drop, Keep
+from scrimp._simulate import simulate, simulate_index
+from scrimp._solve import frontier, plan
+from scrimp._solve._planner import Planner
+from scrimp._trace import Trace
+from scrimp.errors import BudgetError
+
+from .models import chain, gpt, resnet, unet
+from .programs import random_trace, randoms
+
+MODELS: list[Callable[[], Trace]] = [lambda: gpt(layers=3, vocabulary=4000), lambda: resnet(blocks=4), unet]
+
+
+def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1)) -> list[tuple[int, float]]:
+    """Peak and seconds of every plan of keeps and drops."""
+    facts = index(trace)
+    options = [
+        [Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided
+    ]
+    found = []
+    for choice in product(*options):
+        timeline = simulate(trace, dict(zip(facts.decided, choice, strict=True)))
+        found.append((timeline.peak, timeline.seconds))
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(randoms)
+def test_bound_holds_for_every_plan(random: Random) -> None:
+    """No plan within a budget, of all that there are, is faster than the bound for that budget."""
+    trace = random_trace(random, most_ops=5)
+    if len(index(trace).droppable) > 5:
+        return
+    planner = Planner(trace)
+    plans = every_plan(trace)
+    for budget in {peak for peak, _ in plans}:
+        best = min(seconds for peak, seconds in plans if peak <= budget)
+        assert planner.bound(budget) <= best * (1 + 1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(randoms)
+def test_small_programs_are_solved_to_the_best_single_level_plan(random: Random) -> None:
+    """On tiny programs, a plan is found for every feasible budget, almost always the best of all."""
+    trace = random_trace(random, most_ops=6)
+    if len(index(trace).droppable) > 7:
+        return
+    planner = Planner(trace)
+    plans = every_plan(trace, passes=(0,))
+    budget = random.choice(sorted({peak for peak, _ in plans}))
+    best = min(seconds for peak, seconds in plans if peak <= budget)
+    solution = planner.solve(budget)
+    assert solution is not None
+    assert solution.seconds <= best * 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [lambda: gpt(layers=1, vocabulary=8000), lambda: unet(depth=1)])
+def test_a_block_is_solved_to_the_optimum(model: Callable[[], Trace]) -> None:
+    """At nine budgets, the plan is as fast as the best of all single-level plans of the large values."""
+    planner = Planner(model())
+    facts = planner.facts
+    large = [value for value in facts.droppable if facts.size[value] > planner.plain.peak // 20_000]
+    plans = []
+    for choice in product((False, True), repeat=len(large)):
+        dropped = {value: Drop() for value, is_dropped in zip(large, choice, strict=True) if is_dropped}
+        timeline = simulate_index(facts, dropped)
+        plans.append((timeline.peak, timeline.seconds))
+    least = min(peak for peak, _ in plans)
+    for tenth in range(1, 10):
+        budget = least + (planner.plain.peak - least) * tenth // 10
+        best = min(seconds for peak, seconds in plans if peak <= budget)
+        solution = planner.solve(budget)
+        assert solution is not None
+        assert solution.seconds <= best + 1e-3 * planner.plain.seconds
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fraction", [0.9, 0.8, 0.65])
+def test_plan_keeps_its_word(model: Callable[[], Trace], fraction: float) -> None:
+    """The simulator finds the plan's peak within the budget, and its predictions right."""
+    trace = model()
+    made = plan(trace, int(simulate(trace).peak * fraction))
+    timeline = simulate(trace, made)
+    assert timeline.peak == made.peak <= made.budget
+    assert timeline.seconds == pytest.approx(made.seconds)
+    assert made.bound_seconds <= made.seconds * (1 + 1e-9)
+
+
+def test_no_pressure_no_replays() -> None:
+    """A budget that the plain step meets drops nothing."""
+    trace = MODELS[0]()
+    made = plan(trace, simulate(trace).peak)
+    assert set(made.decisions.values()) == {Keep()}
+    assert made.added_seconds == 0
+
+
+def test_planning_is_deterministic() -> None:
+    """The same trace and budget give the same plan."""
+    trace = unet()
+    budget = int(simulate(trace).peak * 0.6)
+    assert plan(trace, budget) == plan(trace, budget)
+
+
+def test_frontier_is_monotone() -> None:
+    """More bytes never cost more time, and every plan meets its budget."""
+    plans = frontier(unet(), points=5)
+    assert all(made.peak <= made.budget for made in plans)
+    assert all(one.seconds >= other.seconds for one, other in pairwise(plans))
+    assert plans[-1].added_seconds == 0
+
+
+def test_error_names_the_smallest_budget_and_what_stands_there() -> None:
+    """The budget that the error names works; the error says what is in the way."""
+    trace = gpt(layers=2)
+    with pytest.raises(BudgetError, match=r"log_softmax \(head\)") as caught:
+        plan(trace, "1 MiB")
+    assert caught.value.smallest is not None
+    assert str(caught.value.smallest) in str(caught.value)
+    assert plan(trace, caught.value.smallest).peak <= caught.value.smallest
+
+
+def test_a_frontier_needs_two_points() -> None:
+    """Fewer are refused."""
+    with pytest.raises(ValueError, match="two points"):
+        frontier(chain(3), points=1)
