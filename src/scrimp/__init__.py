@@ -1,5 +1,33 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
+from scrimp._engine.backward import backward
+from scrimp._engine.observe import Cancellation, NodeRun, NodeTotal, Observer, Profile, ProgressBar
+from scrimp.errors import (
+    BackwardCancelledError,
+    BackwardError,
+    BranchError,
+    GradientMismatchError,
+    GraphFreedError,
+    LateGradientError,
+    ScrimpError,
+)
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = [
+    "BackwardCancelledError",
+    "BackwardError",
+    "BranchError",
+    "Cancellation",
+    "GradientMismatchError",
+    "GraphFreedError",
+    "LateGradientError",
+    "NodeRun",
+    "NodeTotal",
+    "Observer",
+    "Profile",
+    "ProgressBar",
+    "ScrimpError",
+    "__version__",
+    "backward",
+]
