@@ -2,6 +2,7 @@
 
 from scrimp._engine.backward import backward
 from scrimp._engine.observe import Cancellation, NodeRun, NodeTotal, Observer, Profile, ProgressBar
+from scrimp._engine.parallel import parallel
 from scrimp.errors import (
     BackwardCancelledError,
     BackwardError,
@@ -30,4 +31,5 @@ __all__ = [
     "ScrimpError",
     "__version__",
     "backward",
+    "parallel",
 ]

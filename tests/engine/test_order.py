@@ -134,7 +134,7 @@ def peak_of(make: Any, order: Any) -> int:
 
 
 def wide_heads() -> Tensor:
-    """Eight heads, each with a big activation, made in two sweeps as in a model that loops over layers first."""
+    """Eight heads, each with a big activation, made in two sweeps."""
     torch.manual_seed(0)
     x = torch.randn(64, 8, requires_grad=True)
     weights = [torch.randn(8, 512, requires_grad=True) for _ in range(8)]

@@ -26,7 +26,7 @@ def refuse_other_dtype(roots: Sequence[Root], gradients: Gradients) -> None:
     for index, (root, gradient) in enumerate(zip(roots, gradients, strict=False)):
         if not isinstance(gradient, Tensor):
             continue
-        _, dtype, _ = _metadata(root)
+        dtype = root.dtype if isinstance(root, Tensor) else _metadata(root)[1]
         if gradient.dtype != dtype and not _takes_any_dtype(root):
             raise GradientMismatchError(
                 f"gradient {index} needs dtype {dtype}, as {_name(root, index)} has, and has "

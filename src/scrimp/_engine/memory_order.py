@@ -17,8 +17,8 @@ from scrimp._engine.graph import Edge, Graph
 _HANDS_ON = frozenset(
     f"{name}Backward{number}"
     for name in (
-        "Add", "Alias", "Detach", "Permute", "ReshapeAlias", "Squeeze", "SqueezeMultiple", "T", "Transpose",
-        "UnsafeView", "Unsqueeze", "View",
+        "Add", "Alias", "Cat", "Detach", "Permute", "ReshapeAlias", "Squeeze", "SqueezeMultiple",
+        "Stack", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
     )
     for number in range(4)
 )  # fmt: skip
