@@ -94,7 +94,8 @@ def _can_be_threaded() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_compiling()
         or torch.is_anomaly_enabled()
-        or not torch._C._is_multithreading_enabled()
+        # Inference mode switches this off as well, and there it says nothing: there is no backward.
+        or not (torch._C._is_multithreading_enabled() or torch.is_inference_mode_enabled())
     )
 
 
