@@ -81,12 +81,12 @@ def used_twice() -> None:
         (
             lambda: scrimp.backward(Wrong.apply(leaf(2), leaf(2), torch.ones(2)).sum()),
             scrimp.GradientMismatchError,
-            r"WrongBackward.*3 gradients.*\(2,\), \(2,\), any",
+            r"WrongBackward.*\(2,\), \(2,\), any",
         ),
         (
             lambda: scrimp.backward(Wrong.apply(leaf(2), leaf(2), (torch.ones(5), None, None)).sum()),
             scrimp.GradientMismatchError,
-            r"WrongBackward.*\(2,\), \(2,\), any",
+            r"WrongBackward.*\(2,\), \(2,\)",
         ),
     ],
     ids=[

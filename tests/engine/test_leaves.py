@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _len_torch_function_stack
 from torch.utils.checkpoint import checkpoint
 
 import scrimp
@@ -27,7 +28,7 @@ def reports(loss: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_every_leaf_once_with_its_final_gradient(reentrant: bool | None) -> None:
-    """Through checkpoints of both kinds, each leaf is reported once and its gradient does not change after."""
+    """Through checkpoints of both kinds each leaf is reported once, and its gradient is final."""
     layers = blocks(3)
     layers[2].weight = layers[0].weight  # shared: final only when both uses are done
     x = torch.ones(2, 4, requires_grad=True)
@@ -43,6 +44,20 @@ def test_every_leaf_once_with_its_final_gradient(reentrant: bool | None) -> None
     assert len(seen) == len(expected)
     assert {id(leaf) for leaf, _ in seen} == expected
     assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in seen)
+
+
+def test_leaves_of_a_checkpoint_in_a_checkpoint() -> None:
+    """Reentrant checkpoints may nest."""
+    inner, outer = blocks(2)
+    x = torch.ones(2, 4, requires_grad=True)
+
+    def nested(y: Tensor) -> Tensor:
+        return outer(checkpoint(inner, y, use_reentrant=True))
+
+    seen = reports(checkpoint(nested, x * 1, use_reentrant=True).sum())
+    expected = {id(leaf) for leaf in [x, *inner.parameters(), *outer.parameters()]}
+    assert {id(leaf) for leaf, _ in seen} == expected
+    assert len(seen) == len(expected)
 
 
 def test_late_layers_come_first() -> None:
@@ -79,11 +94,16 @@ def test_the_callback_may_step_and_free() -> None:
     assert all(parameter.grad is None for parameter in ours.parameters())
 
 
+def add_one(leaf: Tensor) -> None:
+    """A hook that changes a gradient."""
+    leaf.grad.add_(1)
+
+
 def test_hooks_of_the_user_come_first() -> None:
     """Tensor hooks and post-accumulate hooks have run when a leaf is reported."""
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: gradient * 2)
-    x.register_post_accumulate_grad_hook(lambda leaf: leaf.grad.add_(1))
+    x.register_post_accumulate_grad_hook(add_one)
     ((_, gradient),) = reports((x * 3).sum())
     assert torch.equal(gradient, torch.full((2,), 7.0))
 
@@ -108,6 +128,21 @@ def test_an_error_in_the_callback_stops_the_pass() -> None:
         scrimp.backward(loss, retain_graph=True, on_leaf_grad_ready=fail)
     assert x.grad is None
     loss.backward()
+
+
+def test_an_error_inside_a_checkpoint_leaves_no_mode_behind() -> None:
+    """What looks for hidden leaves is gone when the recomputation raises."""
+    calls = iter([False, True])
+
+    def fragile(y: Tensor) -> Tensor:
+        if next(calls):
+            raise OSError("while recomputing")
+        return y * 2
+
+    loss = checkpoint(fragile, torch.ones(2, requires_grad=True) * 1, use_reentrant=True).sum()
+    with pytest.raises(OSError, match="recomputing"):
+        reports(loss)
+    assert _len_torch_function_stack() == 0
 
 
 class LateUse(torch.autograd.Function):

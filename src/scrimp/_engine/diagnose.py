@@ -150,9 +150,9 @@ def _diagnose_result(name: str, roots: Sequence[Root], running: Node | None) -> 
     )
     which = "" if len(candidates) == 1 else f" (or one of {len(candidates) - 1} others of its name)"
     return (
-        f"{describe(node)}{which} needs to return {len(node.next_functions)} gradients, one for each input "
-        f"of its forward, of shapes {wanted}, and returned something else. Next: return None for inputs that "
-        "are not differentiable, and sum over the dimensions that the forward broadcast."
+        f"{describe(node)}{which} needs to return one gradient for each input of its forward, for the "
+        f"tensors among these of shapes {wanted}, and returned something else. Next: return None for "
+        "inputs that are not differentiable, and sum over the dimensions that the forward broadcast."
     )
 
 

@@ -8,19 +8,20 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scrimp._engine.graph import Graph, describe
+from scrimp._engine.graph import Graph, describe, record_graph
 from scrimp.errors import LateGradientError
 
 LeafCallback: TypeAlias = Callable[[Tensor, Tensor], object]
 
 # Functions whose backward runs a forward and a backward of its own, with leaves that the graph does not show.
 _NESTING = frozenset({"CheckpointFunctionBackward"})
+_PASSES = frozenset({torch.autograd.backward, Tensor.backward})
 
 
 class _Leaves:
@@ -39,22 +40,28 @@ class _Leaves:
             self._handles.append(root.register_prehook(self._note_task))
         for node, leaf in graph.leaves:
             self._watch(node, leaf)
+        self._finder = _LeafFinder(self.watch_nested)
         for node in self._nesting:
+            self._find_inside(node)
             self._handles.append(node.register_hook(lambda *_, node=node: self._nested_done(node)))
-
-    @property
-    def has_nesting(self) -> bool:
-        return bool(self._nesting)
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def watch_hidden(self, leaf: Tensor) -> None:
-        """Watch a leaf that only a nested forward has shown."""
-        node = get_gradient_edge(leaf).node
-        if node not in self._watched:
-            self._watch(node, leaf)
+    def watch_nested(self, graph: Graph, born_inside: WeakIdKeyDictionary) -> None:
+        """Watch the leaves of a nested pass, but for those that the nesting node made for itself."""
+        for node, leaf in graph.leaves:
+            if node not in self._watched and leaf not in born_inside:
+                self._watch(node, leaf)
+        for node in graph:
+            if node.name() in _NESTING:
+                self._find_inside(node)
+
+    def _find_inside(self, node: Node) -> None:
+        """Look for passes while ``node`` runs; if it raises, the engine puts the thread's modes back."""
+        self._handles.append(node.register_prehook(lambda _: self._finder.open()))
+        self._handles.append(node.register_hook(lambda *_: self._finder.close()))
 
     def _watch(self, node: Node, leaf: Tensor) -> None:
         self._watched.add(node)
@@ -94,34 +101,34 @@ class _Leaves:
 
 
 class _LeafFinder(TorchFunctionMode):
-    """Sees the leaves that nested forwards use."""
+    """Sees the passes that run inside a nesting node, and which tensors were made there."""
 
-    def __init__(self, leaves: _Leaves) -> None:
+    def __init__(self, found: Callable[[Graph, WeakIdKeyDictionary], None]) -> None:
         super().__init__()
-        self._leaves = leaves
-        # A nested backward makes leaves of its own: detached copies of a checkpoint's inputs.
-        self._born_here: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._found = found
+        # Checkpoints run their backward on detached copies of their inputs: leaves, and nobody else's
+        # business.
+        self._born_inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def open(self) -> None:
+        """Enter, as a hook."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Leave, as a hook."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if (
-                isinstance(value, Tensor)
-                and value.is_leaf
-                and value.requires_grad
-                and value not in self._born_here
-            ):
-                self._leaves.watch_hidden(value)
+        if func in _PASSES:
+            roots = [value for value in tree_leaves(args[0]) if isinstance(value, Tensor)]
+            self._found(record_graph(roots), self._born_inside)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and value.is_leaf:
-                self._born_here[value] = True
+                self._born_inside[value] = True
         return result
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_leaf and value.requires_grad
 
 
 @contextmanager
@@ -129,10 +136,6 @@ def reported_leaves(graph: Graph, callback: LeafCallback) -> Iterator[None]:
     """Call ``callback(leaf, gradient)`` once for every leaf while the context is open."""
     leaves = _Leaves(graph, callback)
     try:
-        if leaves.has_nesting:
-            with _LeafFinder(leaves):
-                yield
-        else:
-            yield
+        yield
     finally:
         leaves.close()

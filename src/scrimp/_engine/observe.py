@@ -175,7 +175,7 @@ class ProgressBar(Observer):
     def begin(self, total: int) -> None:
         """Show an empty bar."""
         columns = (TextColumn("backward"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=self._console)
+        self._bar = Progress(*columns, console=self._console, auto_refresh=False)
         self._task = self._bar.add_task("backward", total=total)
         self._done, self._shown = 0, time.perf_counter()
         self._bar.start()
@@ -188,7 +188,7 @@ class ProgressBar(Observer):
             now = time.perf_counter()
             if now - self._shown >= self._REFRESH_SECONDS:
                 self._shown = now
-                self._bar.update(self._task, completed=self._done)
+                self._bar.update(self._task, completed=self._done, refresh=True)
 
     def end(self) -> None:
         """Draw the final count and leave the terminal as it was."""

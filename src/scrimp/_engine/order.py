@@ -111,14 +111,13 @@ def imposed(order: Sequence[Node] | None) -> Iterator[None]:
     of PyTorch): half an order is none.
     """
     nodes: Sequence[Any] = order or ()
-    if not all(hasattr(node, "_set_sequence_nr") for node in nodes):
+    if not all(hasattr(kind, "_set_sequence_nr") for kind in {type(node) for node in nodes}):
         nodes = ()
-    ours = [node for node in nodes if node._sequence_nr() < _IMPOSED]
-    numbers = [node._sequence_nr() for node in ours]
+    numbered = [(number, node) for node in nodes if (number := node._sequence_nr()) < _IMPOSED]
     try:
-        for number, node in enumerate(reversed(ours), _IMPOSED):
+        for number, (_, node) in enumerate(reversed(numbered), _IMPOSED):
             node._set_sequence_nr(number)
         yield
     finally:
-        for number, node in zip(numbers, ours, strict=True):
+        for number, node in numbered:
             node._set_sequence_nr(number)
