@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -251,6 +252,7 @@ def parallel(console: Console) -> None:
 
 def main() -> None:
     console = Console(width=160)
+    warnings.simplefilter("ignore", scrimp.StackableBranchesWarning)
     cores = torch.get_num_threads()
     console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {cores} cores")
     parts = {"nodes": nodes, "models": models, "memory": memory, "parallel": parallel}

@@ -1,4 +1,4 @@
-"""Step the optimizer for each layer as soon as its gradient is final, and free the gradient: see what it saves.
+"""Step the optimizer for each layer as soon as its gradient is final, and see what that saves.
 
 python examples/layer_by_layer.py
 """

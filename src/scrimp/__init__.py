@@ -11,6 +11,7 @@ from scrimp.errors import (
     GraphFreedError,
     LateGradientError,
     ScrimpError,
+    StackableBranchesWarning,
 )
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "Profile",
     "ProgressBar",
     "ScrimpError",
+    "StackableBranchesWarning",
     "__version__",
     "backward",
     "parallel",

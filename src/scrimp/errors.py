@@ -42,5 +42,9 @@ class BackwardCancelledError(BackwardError):
         self.leaves_done = leaves_done
 
 
+class StackableBranchesWarning(UserWarning):
+    """Branches of one shape would run faster as one batched operator than in threads."""
+
+
 class BranchError(ScrimpError, RuntimeError):
     """Branches given to ``scrimp.parallel`` are not independent of each other, or of the rest of the step."""

@@ -39,6 +39,11 @@ class Trial:
         self._in_threads: float | None = None
 
     @property
+    def is_new(self) -> bool:
+        """Whether nothing was run yet."""
+        return self._serial is None
+
+    @property
     def threaded(self) -> bool:
         """Whether the next run should use threads."""
         if self._serial is None:

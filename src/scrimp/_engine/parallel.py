@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import _len_torch_function_stack  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -18,7 +19,7 @@ from scrimp._engine.cost import Costs, shape_key
 from scrimp._engine.fork_join import Branch, Gated, gated, join, trace_branch
 from scrimp._engine.streams import run_on_streams
 from scrimp._engine.workers import intra_op_threads, run_tasks
-from scrimp.errors import BranchError
+from scrimp.errors import BranchError, StackableBranchesWarning
 
 _costs = Costs()
 
@@ -56,6 +57,10 @@ def parallel(
     Raises:
         BranchError: The branches are not independent.
 
+    Warns:
+        StackableBranchesWarning: With ``"auto"``, once: the branches are modules that could be stacked
+            instead.
+
     Example:
         >>> import torch, scrimp
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -73,12 +78,28 @@ def parallel(
             return [branch(*inputs) for branch in branches]
     if workers == "auto":
         trial = _costs.trial(shape_key(branches, inputs, threads), crew)
+        if trial.is_new and _stackable(branches):
+            warnings.warn(_STACK_INSTEAD, StackableBranchesWarning, stacklevel=2)
         if not trial.threaded:
             with intra_op_threads(threads):
                 return trial.timed_one_by_one([partial(branch, *inputs) for branch in branches])
         with trial.timed():
             return _run_in_threads(branches, inputs, crew, threads)
     return _run_in_threads(branches, inputs, crew, threads)
+
+
+_STACK_INSTEAD = (
+    "scrimp.parallel was given modules of one type with parameters of the same shapes. Next: stack "
+    "them, with torch.func.stack_module_state and torch.vmap: one batched operator beats threads. "
+    "(Pass a number as workers to run them in threads all the same.)"
+)
+
+
+def _stackable(branches: Sequence[Callable[..., Any]]) -> bool:
+    """Whether the branches are modules that differ in nothing that they print of themselves."""
+    if not all(isinstance(branch, nn.Module) for branch in branches):
+        return False
+    return len({repr(branch) for branch in branches}) == 1
 
 
 def _cores() -> int:
