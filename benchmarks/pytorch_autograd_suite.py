@@ -114,6 +114,9 @@ def main() -> None:
     ours = _outcomes(arguments.checkout, arguments.order, arguments.only)
     for title, outcomes in (("plain", plain), ("scrimp", ours)):
         print(title, dict(Counter(outcome.partition(":")[0] for outcome in outcomes.values())))
+    reasons = Counter(outcome[:100] for outcome in plain.values() if outcome.startswith("failed"))
+    for reason, count in reasons.most_common(12):
+        print(f"plain, too: {count} x {reason}")
     lost = {name for name, outcome in plain.items() if outcome == "passed" and ours.get(name) != "passed"}
     for name in sorted(lost):
         print(f"LOST {name}\n     {ours.get(name, 'not run')}")

@@ -50,16 +50,20 @@ class Graph:
 def record_graph(roots: Sequence[Root]) -> Graph:
     """Walk from the roots to the leaves, visiting every node once."""
     starts = tuple(dict.fromkeys(node for root in roots if (node := node_of(root)) is not None))
-    edges: dict[Node, tuple[Edge, ...]] = {}
+    edges: dict[Node, tuple[Edge, ...]] = dict.fromkeys(starts, ())
     waiting = list(starts)
     while waiting:
         node = waiting.pop()
-        if node in edges:
-            continue
-        edges[node] = tuple(
-            [(following, slot) for following, slot in node.next_functions if following is not None]
-        )
-        waiting.extend([following for following, _ in edges[node] if following not in edges])
+        following: Any = node.next_functions
+        whole = True
+        for after, _ in following:
+            if after is None:
+                whole = False
+            elif after not in edges:
+                edges[after] = ()
+                waiting.append(after)
+        # Every node passes here, so the engine's own tuple is kept where it can be.
+        edges[node] = following if whole else tuple(edge for edge in following if edge[0] is not None)
     return Graph(starts, edges)
 
 

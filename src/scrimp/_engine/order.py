@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.autograd.graph import Node
 
-from scrimp._engine.graph import Graph
+from scrimp._engine.graph import Edge, Graph
 from scrimp._engine.memory_order import memory_order
 
 OrderName: TypeAlias = Literal["torch", "depth-first", "memory"]
@@ -59,11 +59,14 @@ def depth_first(graph: Graph) -> list[Node]:
     order = []
     while ready:
         node = ready.pop()
-        if not graph.edges[node]:
+        edges = graph.edges[node]
+        if not edges:
             continue
         order.append(node)
-        freed = _release(graph, node, missing)
-        ready.extend(sorted(freed, key=_number) if len(freed) > 1 else freed)
+        freed = _release(edges, missing)
+        if len(freed) > 1:
+            freed.sort(key=_number)
+        ready += freed
     return order
 
 
@@ -84,15 +87,15 @@ def by_priority(graph: Graph, priority: Priority) -> list[Node]:
     while ready:
         node = heapq.heappop(ready)[-1]
         order.append(node)
-        for following in _release(graph, node, missing):
+        for following in _release(graph.edges[node], missing):
             add(following)
     return order
 
 
-def _release(graph: Graph, node: Node, missing: dict[Node, int]) -> list[Node]:
-    """Count the gradients that ``node`` hands on; return the nodes that have all of theirs now."""
+def _release(edges: Sequence[Edge], missing: dict[Node, int]) -> list[Node]:
+    """Count the gradients that a node hands on; return the nodes that have all of theirs now."""
     complete = []
-    for following, _ in graph.edges[node]:
+    for following, _ in edges:
         missing[following] -= 1
         if not missing[following]:
             complete.append(following)
