@@ -46,6 +46,15 @@ def test_every_leaf_once_with_its_final_gradient(reentrant: bool | None) -> None
     assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in seen)
 
 
+def test_a_leaf_inside_and_outside_of_a_checkpoint() -> None:
+    """A weight that a reentrant checkpoint uses as well is reported when both of its uses are done."""
+    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    y = checkpoint(lambda z: torch.tanh(z @ w), x * 1, use_reentrant=True)
+    seen = reports((y @ w).sum())
+    assert [leaf is w for leaf, _ in seen].count(True) == 1
+    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in seen)
+
+
 def test_leaves_of_a_checkpoint_in_a_checkpoint() -> None:
     """Reentrant checkpoints may nest."""
     inner, outer = blocks(2)

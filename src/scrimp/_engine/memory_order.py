@@ -55,12 +55,13 @@ def memory_order(graph: Graph, others: Sequence[list[Node]]) -> list[Node]:
 def measure(graph: Graph) -> Sizes:
     """Read shapes and saved tensors off the nodes, without unpacking anything."""
     owned = {leaf.untyped_storage().data_ptr() for _, leaf in graph.leaves if _is_dense(leaf)}
+    reader = _SavedReader()
     storages: dict[int, int] = {}
     holders: Counter[int] = Counter()
     slots = {node: _slot_bytes(node) for node in graph}
     nodes = {}
     for node, edges in graph.edges.items():
-        kept = {key: size for key, size in _saved_storages(node) if key not in owned}
+        kept = {key: size for key, size in reader.storages(node) if key not in owned}
         storages |= kept
         holders.update(kept.keys())
         size_of = [(edge, slots[edge[0]][edge[1]]) for edge in edges]
@@ -78,27 +79,34 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _saved_storages(node: Node) -> list[tuple[int, int]]:
-    """Address and bytes of each dense tensor that ``node`` holds: not of what hooks have packed away."""
-    found = []
-    for saved in _raw_saved(node):
-        held = getattr(saved, "data", None)
-        if isinstance(held, torch.Tensor) and _is_dense(held):
-            storage = held.untyped_storage()
-            found.append((storage.data_ptr(), storage.nbytes()))
-    return found
+class _SavedReader:
+    """Reads what nodes hold, without unpacking it."""
 
+    def __init__(self) -> None:
+        self._names: dict[type, list[str]] = {}  # dir() is slow, and graphs have few kinds of nodes
 
-def _raw_saved(node: Node) -> list[object]:
-    found: list[object] = []
-    for name in dir(type(node)):
-        if name.startswith("_raw_saved"):
+    def storages(self, node: Node) -> list[tuple[int, int]]:
+        """Address and bytes of each dense tensor that ``node`` holds: not of what hooks have packed away."""
+        found = []
+        for saved in self._raw(node):
+            held = getattr(saved, "data", None)
+            if isinstance(held, torch.Tensor) and _is_dense(held):
+                storage = held.untyped_storage()
+                found.append((storage.data_ptr(), storage.nbytes()))
+        return found
+
+    def _raw(self, node: Node) -> list[object]:
+        kind = type(node)
+        if kind not in self._names:
+            self._names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
+        found: list[object] = []
+        for name in self._names[kind]:
             try:
                 value = getattr(node, name)
             except RuntimeError:  # freed already: the pass itself will say so
                 continue
             found.extend(value if isinstance(value, tuple | list) else [value])
-    return found
+        return found
 
 
 @dataclass(slots=True)

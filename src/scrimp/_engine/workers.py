@@ -72,6 +72,9 @@ class Surroundings:
 def intra_op_threads(number: int) -> Iterator[None]:
     """Let operators called from this thread use ``number`` threads while the context is open."""
     before = torch.get_num_threads()
+    if number == before:
+        yield
+        return
     torch.set_num_threads(number)
     try:
         yield
