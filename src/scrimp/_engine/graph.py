@@ -1,0 +1,95 @@
+"""The graph that PyTorch recorded, as Python sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Root: TypeAlias = Tensor | GradientEdge
+Edge: TypeAlias = tuple[Node, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The nodes that backward can reach, each with its outgoing edges in PyTorch's own sequence.
+
+    Holding a ``Graph`` keeps its nodes alive, and with them what they saved: drop it when backward is done.
+    """
+
+    roots: tuple[Node, ...]
+    edges: dict[Node, tuple[Edge, ...]]
+
+    def __len__(self) -> int:
+        return len(self.edges)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.edges)
+
+    @property
+    def leaves(self) -> list[tuple[Node, Tensor]]:
+        """The nodes that accumulate into ``.grad``, each with its tensor."""
+        return [
+            (node, leaf)
+            for node, edges in self.edges.items()
+            if not edges and (leaf := getattr(node, "variable", None)) is not None
+        ]
+
+    def in_degrees(self) -> dict[Node, int]:
+        """For every node, how many gradients must have arrived before it can run."""
+        degrees = dict.fromkeys(self.edges, 0)
+        for edges in self.edges.values():
+            for node, _ in edges:
+                degrees[node] += 1
+        return degrees
+
+
+def record_graph(roots: Sequence[Root]) -> Graph:
+    """Walk from the roots to the leaves, visiting every node once."""
+    starts = tuple(dict.fromkeys(node for root in roots if (node := node_of(root)) is not None))
+    edges: dict[Node, tuple[Edge, ...]] = dict.fromkeys(starts, ())
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        following: Any = node.next_functions
+        whole = True
+        for after, _ in following:
+            if after is None:
+                whole = False
+            elif after not in edges:
+                edges[after] = ()
+                waiting.append(after)
+        # Every node passes here, so the engine's own tuple is kept where it can be.
+        edges[node] = following if whole else tuple(edge for edge in following if edge[0] is not None)
+    return Graph(starts, edges)
+
+
+def node_of(root: Root) -> Node | None:
+    """The node that receives the gradient of ``root``, or ``None`` when it needs no gradient."""
+    if isinstance(root, GradientEdge):
+        return root.node
+    if root.grad_fn is not None:
+        return root.grad_fn
+    return get_gradient_edge(root).node if root.requires_grad else None
+
+
+def forward_line(node: Node) -> str | None:
+    """Where in the forward pass ``node`` was made: known for what ran under anomaly detection."""
+    metadata: Any = node.metadata
+    trace = metadata.get("traceback_")
+    return trace[-1].strip() if trace else None
+
+
+def shapes_of(node: Node) -> str:
+    """The shapes of the forward outputs that ``node`` differentiates, for messages."""
+    return ", ".join(str(tuple(meta.shape)) for meta in node._input_metadata)
+
+
+def describe(node: Node) -> str:
+    """Name, shapes and, when known, the forward line of ``node``, for messages."""
+    line = forward_line(node)
+    made = f", made at {line}" if line else ""
+    return f"{node.name()} (of output shape {shapes_of(node)}{made})"

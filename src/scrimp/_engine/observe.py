@@ -1,0 +1,290 @@
+"""What can watch a backward pass: a profile, a progress bar, a cancellation."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from scrimp._engine.chrome_trace import ChromeEvent, ChromeTrace, write_json
+from scrimp.errors import BackwardCancelledError
+
+Gradients = Sequence[Tensor | None]
+
+
+class Observer:
+    """Is told of every node of the graph before and after it runs; does nothing by itself.
+
+    On several devices PyTorch runs nodes in one thread per device: ``before`` and ``after`` may then be
+    called from these threads. An exception raised in ``before`` or ``after`` stops the pass. Nodes of graphs
+    that a checkpoint makes during backward are part of the node that makes them.
+    """
+
+    def begin(self, total: int) -> None:
+        """The pass starts; at most ``total`` nodes will run."""
+
+    def before(self, node: Node) -> None:
+        """``node`` is about to run."""
+
+    def after(self, node: Node, made: Gradients, received: Gradients) -> None:
+        """``node`` has run: it received gradients and made others."""
+
+    def end(self) -> None:
+        """The pass is over, whether it succeeded or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """One node's run: its start and length in seconds, and the bytes of the gradients that it made."""
+
+    name: str
+    start: float
+    seconds: float
+    bytes: int
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTotal:
+    """All runs of the nodes of one name."""
+
+    name: str
+    count: int
+    seconds: float
+    bytes: int
+
+
+@final
+class Profile(Observer):
+    """Records the time and the gradient bytes of every node.
+
+    Times are the host's: on an accelerator they say how long a node took to launch, not to finish.
+
+    Example:
+        >>> import torch, scrimp
+        >>> x = torch.ones(1000, requires_grad=True)
+        >>> profile = scrimp.Profile()
+        >>> scrimp.backward((x.sin() * x).sum(), observer=profile)
+        >>> [(total.count, total.bytes) for total in profile.totals() if total.name == "SinBackward0"]
+        [(1, 4000)]
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[NodeRun] = []
+        self._started: dict[Node, float] = {}
+
+    def before(self, node: Node) -> None:
+        """Start the node's clock."""
+        self._started[node] = time.perf_counter()
+
+    def after(self, node: Node, made: Gradients, received: Gradients) -> None:
+        """Stop the node's clock and count the storages that are new."""
+        now = time.perf_counter()
+        start = self._started.pop(node)
+        self.runs.append(
+            NodeRun(node.name(), start, now - start, _new_bytes(made, received), threading.get_ident())
+        )
+
+    def end(self) -> None:
+        """Let go of nodes that started and never finished."""
+        self._started.clear()
+
+    def totals(self) -> list[NodeTotal]:
+        """One line per name of node, the most expensive first."""
+        by_name: dict[str, list[NodeRun]] = {}
+        for run in self.runs:
+            by_name.setdefault(run.name, []).append(run)
+        totals = [
+            NodeTotal(name, len(runs), sum(run.seconds for run in runs), sum(run.bytes for run in runs))
+            for name, runs in by_name.items()
+        ]
+        return sorted(totals, key=lambda total: (-total.seconds, total.name))
+
+    def chrome_trace(self) -> ChromeTrace:
+        """The runs as data that chrome://tracing and Perfetto read."""
+        events = [
+            ChromeEvent(
+                name=run.name,
+                cat="backward",
+                ph="X",
+                ts=run.start * 1e6,
+                dur=run.seconds * 1e6,
+                pid=os.getpid(),
+                tid=run.thread,
+                args={"bytes": run.bytes},
+            )
+            for run in self.runs
+        ]
+        return ChromeTrace(traceEvents=events, displayTimeUnit="ms")
+
+    def write_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`chrome_trace` as JSON; the file is either whole or not there."""
+        write_json(self.chrome_trace(), Path(path))
+
+    def __rich__(self) -> Table:
+        table = Table("node", "count", "ms", "gradients made")
+        for total in self.totals():
+            table.add_row(total.name, str(total.count), f"{total.seconds * 1e3:.3f}", decimal(total.bytes))
+        return table
+
+
+def _new_bytes(made: Gradients, received: Gradients) -> int:
+    """Bytes of the storages in ``made`` that are not in ``received``, each once."""
+    had = {_storage_key(gradient) for gradient in received if gradient is not None}
+    new = {_storage_key(gradient) for gradient in made if gradient is not None}
+    return sum(size for _, size in new - had)
+
+
+def _storage_key(gradient: Tensor) -> tuple[int, int]:
+    try:
+        storage = gradient.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage to ask
+        return id(gradient), gradient.nbytes if not gradient.is_sparse else gradient._values().nbytes
+
+
+@final
+class ProgressBar(Observer):
+    """Shows a bar in the terminal while a long backward pass runs.
+
+    Example:
+        >>> import torch, scrimp
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> scrimp.backward(x.exp().sum(), observer=scrimp.ProgressBar())  # doctest: +SKIP
+    """
+
+    _REFRESH_SECONDS = 0.05
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+
+    def begin(self, total: int) -> None:
+        """Show an empty bar."""
+        columns = (TextColumn("backward"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self._console, auto_refresh=False)
+        self._task = self._bar.add_task("backward", total=total)
+        self._done, self._shown = 0, time.perf_counter()
+        self._bar.start()
+
+    def after(self, node: Node, made: Gradients, received: Gradients) -> None:
+        """Count the node; redraw now and then."""
+        assert self._bar is not None
+        with self._lock:
+            self._done += 1
+            now = time.perf_counter()
+            if now - self._shown >= self._REFRESH_SECONDS:
+                self._shown = now
+                self._bar.update(self._task, completed=self._done, refresh=True)
+
+    def end(self) -> None:
+        """Draw the final count and leave the terminal as it was."""
+        assert self._bar is not None
+        self._bar.update(self._task, completed=self._done)
+        self._bar.stop()
+        self._bar = None
+
+
+@final
+class Cancellation(Observer):
+    """Stops a backward pass between two nodes when :meth:`cancel` was called, from any thread or hook.
+
+    The pass then raises ``BackwardCancelledError``. Every leaf has either its whole gradient of this pass in
+    ``.grad`` (the error's ``leaves_done``) or is untouched. The nodes that ran are freed unless
+    ``retain_graph=True`` was given; with it the same pass can be run again.
+
+    Example:
+        >>> import torch, scrimp
+        >>> cancellation = scrimp.Cancellation()
+        >>> cancellation.cancel()
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> try:
+        ...     scrimp.backward(x.sum(), observer=cancellation)
+        ... except scrimp.BackwardCancelledError as error:
+        ...     print(error.nodes_done, x.grad)
+        0 None
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def cancel(self) -> None:
+        """Stop before the next node."""
+        self._event.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether :meth:`cancel` was called."""
+        return self._event.is_set()
+
+    def before(self, node: Node) -> None:
+        """Raise when cancelled."""
+        if self._event.is_set():
+            raise BackwardCancelledError("backward was cancelled")
+
+
+@final
+class Watch:
+    """Puts the observers' hooks on every node while it is open, and counts what has run."""
+
+    def __init__(self, nodes: Sequence[Node], observers: Sequence[Observer]) -> None:
+        self._nodes = nodes
+        self._observers = observers
+        self._begun: list[Observer] = []
+        self.nodes_done = 0
+        self.leaves_done: list[Tensor] = []
+        self.running: Node | None = None
+
+    def __enter__(self) -> Watch:
+        self._handles = []
+        try:
+            for observer in self._observers:
+                observer.begin(len(self._nodes))
+                self._begun.append(observer)
+            for node in self._nodes:
+                self._handles.append(node.register_prehook(lambda _, node=node: self._before(node)))
+                self._handles.append(
+                    node.register_hook(lambda made, received, node=node: self._after(node, made, received))
+                )
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for observer in self._begun:
+            observer.end()
+
+    def _before(self, node: Node) -> None:
+        self.running = node
+        for observer in self._observers:
+            observer.before(node)
+
+    def _after(self, node: Node, made: Gradients, received: Gradients) -> None:
+        self.nodes_done += 1
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and received[0] is not None:
+            self.leaves_done.append(leaf)
+        for observer in self._observers:
+            observer.after(node, made, received)
+        self.running = None

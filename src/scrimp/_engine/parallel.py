@@ -1,0 +1,206 @@
+"""Independent branches, run at the same time: threads on the CPU, streams on a GPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _len_torch_function_stack  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from scrimp._engine.cost import Costs, shape_key
+from scrimp._engine.fork_join import Branch, Gated, gated, join, trace_branch
+from scrimp._engine.streams import run_on_streams
+from scrimp._engine.workers import intra_op_threads, run_tasks
+from scrimp.errors import BranchError, StackableBranchesWarning
+
+_costs = Costs()
+
+
+def parallel(
+    branches: Sequence[Callable[..., Any]],
+    *inputs: Any,
+    workers: int | Literal["auto"] = "auto",
+    threads_per_worker: int | None = None,
+) -> list[Any]:
+    """Run ``[branch(*inputs) for branch in branches]`` at the same time, forward and backward.
+
+    On the CPU the branches run in threads, and appear as one node in the graph; gradients are
+    bit-identical to those of the serial line, with the same number of threads inside operators. On a GPU
+    each branch gets a stream.
+
+    Branches must be independent: they write to nothing that another reads, draw no random numbers from
+    the default generator, and get every tensor that has a history through ``inputs`` (parameters may
+    come from anywhere). Where branches could not be run apart without changing what they do, they run
+    one after the other, plainly: under dispatch or function modes, saved-tensor hooks, ``torch.func``
+    transforms, ``torch.compile`` and anomaly mode.
+
+    Args:
+        branches: Functions of ``inputs``, for instance modules; each returns a tensor or a nest of tensors.
+        inputs: Tensors, or nests of these, or anything else.
+        workers: How many threads, or streams. ``"auto"``: one after the other at first, in threads where
+            the measured times promise a gain, and then whichever was faster. The choice does not change
+            the result.
+        threads_per_worker: How many threads an operator may use; as many as now, if not given.
+            ``workers`` times this should not exceed the number of cores.
+
+    Returns:
+        The branches' results, in their sequence.
+
+    Raises:
+        BranchError: The branches are not independent.
+
+    Warns:
+        StackableBranchesWarning: With ``"auto"``, once: the branches are modules that could be stacked
+            instead.
+
+    Example:
+        >>> import torch, scrimp
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> double, square = scrimp.parallel([lambda x: 2 * x, lambda x: x * x], x, workers=2)
+        >>> (double + square).sum().backward()
+        >>> x.grad
+        tensor([4., 6.])
+    """
+    if any(isinstance(value, Tensor) and value.is_cuda for value in tree_flatten(inputs)[0]):
+        return run_on_streams(branches, inputs, len(branches) if workers == "auto" else workers)
+    threads = threads_per_worker or torch.get_num_threads()
+    crew = max(1, _cores() // threads) if workers == "auto" else workers
+    if min(crew, len(branches)) < 2 or not _can_be_threaded():
+        with intra_op_threads(threads):
+            return [branch(*inputs) for branch in branches]
+    if workers == "auto":
+        trial = _costs.trial(shape_key(branches, inputs, threads), crew)
+        if trial.is_new and _stackable(branches):
+            warnings.warn(_STACK_INSTEAD, StackableBranchesWarning, stacklevel=2)
+        if not trial.threaded:
+            with intra_op_threads(threads):
+                return trial.timed_one_by_one([partial(branch, *inputs) for branch in branches])
+        with trial.timed():
+            return _run_in_threads(branches, inputs, crew, threads)
+    return _run_in_threads(branches, inputs, crew, threads)
+
+
+_STACK_INSTEAD = (
+    "scrimp.parallel was given modules of one type with parameters of the same shapes. Next: stack "
+    "them, with torch.func.stack_module_state and torch.vmap: one batched operator beats threads. "
+    "(Pass a number as workers to run them in threads all the same.)"
+)
+
+
+def _stackable(branches: Sequence[Callable[..., Any]]) -> bool:
+    """Whether the branches are modules that differ in nothing that they print of themselves."""
+    if not all(isinstance(branch, nn.Module) for branch in branches):
+        return False
+    return len({repr(branch) for branch in branches}) == 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _can_be_threaded() -> bool:
+    """Whether nothing is in force that follows one thread's operators, in sequence."""
+    return not (
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+        or torch.is_anomaly_enabled()
+        # Inference mode switches this off as well, and there it says nothing: there is no backward.
+        or not (torch._C._is_multithreading_enabled() or torch.is_inference_mode_enabled())
+    )
+
+
+def _run_in_threads(
+    branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], workers: int, threads: int
+) -> list[Any]:
+    flat, layout = tree_flatten(inputs)
+    randomness = torch.get_rng_state()
+    results = run_tasks(
+        [partial(_run_branch, index, branch, flat, layout) for index, branch in enumerate(branches)],
+        workers,
+        threads,
+    )
+    if not torch.equal(randomness, torch.get_rng_state()):
+        torch.set_rng_state(randomness)
+        raise BranchError(
+            "branches that run at the same time need to leave the default random generator alone, and "
+            "one (or another thread of this program) drew from it, so who got which number was chance. "
+            "Next: give each branch a generator of its own, or pass workers=1."
+        )
+
+    def runner(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        return _run_backward(tasks, workers, threads)
+
+    graphs = [result.branch for result in results]
+    joined = join([result.differentiable for result in results], graphs, runner)
+    return [result.rebuilt(outer) for result, outer in zip(results, joined, strict=True)]
+
+
+def _run_backward(tasks: Sequence[Callable[[], Any]], workers: int, threads: int) -> list[Any]:
+    if not _can_be_threaded():
+        with intra_op_threads(threads):
+            return [task() for task in tasks]
+    # Checkpoints inside the branches set and restore the generator's state, here several at once.
+    randomness = torch.get_rng_state()
+    try:
+        return run_tasks(tasks, workers, threads)
+    finally:
+        torch.set_rng_state(randomness)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a branch returned, and the graph behind it."""
+
+    flat: list[Any]
+    layout: TreeSpec
+    differentiable: list[Tensor]
+    branch: Branch
+
+    def rebuilt(self, joined: Sequence[Tensor]) -> Any:
+        """The branch's outputs, with the joining node's in place of those that have a graph."""
+        outer = {id(inner): value for inner, value in zip(self.differentiable, joined, strict=True)}
+        return tree_unflatten([outer.get(id(value), value) for value in self.flat], self.layout)
+
+
+def _run_branch(index: int, branch: Callable[..., Any], flat: Sequence[Any], layout: TreeSpec) -> _Result:
+    """Run one branch, in whatever thread this is, on inputs behind gates."""
+    gates = {}
+    if torch.is_grad_enabled():
+        gates = {
+            id(value): gated(value) for value in flat if isinstance(value, Tensor) and value.requires_grad
+        }
+    given = [gates[id(value)].inside if id(value) in gates else value for value in flat]
+    returned, out_layout = tree_flatten(branch(*tree_unflatten(given, layout)))
+    for gate in gates.values():
+        _refuse_changed(index, gate)
+    # An input that is returned as it came is the outer tensor itself, as it would be without branches.
+    untouched = {id(gate.inside): gate.outside for gate in gates.values()}
+    returned = [untouched.get(id(value), value) for value in returned]
+    outside = {id(value) for value in flat}
+    made = {
+        id(value): value
+        for value in returned
+        if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in outside
+    }
+    differentiable = list(made.values())
+    return _Result(returned, out_layout, differentiable, trace_branch(differentiable, list(gates.values())))
+
+
+def _refuse_changed(index: int, gate: Gated) -> None:
+    if gate.inside._backward_hooks:
+        raise BranchError(
+            f"branch {index} needs to leave its inputs as they are, and registered a hook on one, which "
+            "would see only this branch's part of the gradient. Next: register it on the tensor before "
+            "scrimp.parallel."
+        )
