@@ -1,0 +1,88 @@
+"""From an equation to a solution with a derivative and a record of how it was found."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .adjoints import Implicit, JacobianFree, Phantom
+from .attach import attach
+from .backward import AdjointSolve, adjoint_rtol, relative_error
+from .equation import Equation, Linearisation, no_autocast
+from .iterate import Solution, iterate, scale_of, start_scale
+from .report import report_solution
+from .results import Info
+from .settings import Settings
+from .solvers import Solver
+from .state import Tree
+from .tolerance import Tolerance, default_rtol
+
+
+def find(equation: Equation, x0: Tree, solver: Solver, tolerance: Tolerance, settings: Settings) -> Solution:
+    """Run a solver from x0, without a graph."""
+    with torch.no_grad(), no_autocast(equation.layout.device):
+        start = equation.layout.flat(x0, "x0").detach()
+        if settings.warm is not None:
+            start = settings.warm.start(start)
+        stepper = solver.stepper(equation, start)
+        return iterate(equation, start, stepper, tolerance, settings.max_steps, settings.progress)
+
+
+def given(equation: Equation, x: Tensor, tolerance: Tolerance) -> Solution:
+    """A solution that somebody else found."""
+    with torch.no_grad(), no_autocast(equation.layout.device):
+        r = equation.evaluate(x)
+        norm = tolerance.norm(r)
+        none = torch.zeros_like(norm, dtype=torch.long)
+        scale = start_scale(equation, x, r, tolerance)
+        return Solution(x, r, scale, none, none, norm.unsqueeze(0))
+
+
+def differentiable(
+    equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings
+) -> tuple[Tree, Info]:
+    """The user's state at a solution: evaluated once more, reported on, and attached to all that it depends on."""
+    adjoint = settings.adjoint
+    assert isinstance(adjoint, Implicit | Phantom | JacobianFree)
+    layout = equation.layout
+    # As the user will see it: rounded to the dtypes of the state.
+    x = layout.flat(layout.tree(found.x)).detach()
+    at = Linearisation(equation, x) if torch.is_grad_enabled() else None
+    residual = equation.evaluate(x) if at is None else at.residual.detach()
+    info = checked(equation, found, x, residual, tolerance)
+    if settings.warm is not None:
+        settings.warm.state = x
+    report_solution(info, layout, settings.on_fail, settings.max_steps)
+    if at is None or not at.depends_on_others():
+        return layout.tree(x), info
+    solve = AdjointSolve(
+        equation=equation,
+        at=at,
+        adjoint=adjoint,
+        rtol=adjoint_rtol(adjoint, default_rtol(torch.finfo(layout.dtype).eps) if settings.rtol is None else settings.rtol, layout.dtype),
+        forward_error=relative_error(equation, x, residual, found.start_scale),
+        on_fail=settings.on_fail,
+        log=info.backward_log,
+        warm=settings.warm,
+    )
+    return layout.tree(attach(equation, at, x, solve, settings.order)), info
+
+
+def checked(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tolerance: Tolerance) -> Info:
+    """The record of a solve, with the residual at the state that is given back."""
+    shaped = equation.layout.per_sample
+    with torch.no_grad(), no_autocast(x.device):
+        norm = tolerance.norm(residual)
+        scale = scale_of(equation, x, residual, found.start_scale, tolerance)
+        bound = tolerance.bound(scale, found.start_scale)
+    history = found.history
+    return Info(
+        converged=shaped(norm <= bound),
+        steps=shaped(found.steps),
+        evaluations=shaped(found.evaluations),
+        total_evaluations=equation.counts.evaluations,
+        residual=shaped(norm),
+        bound=shaped(bound),
+        rtol=tolerance.rtol,
+        history=history.reshape(len(history), *equation.layout.batch_shape),
+    )
