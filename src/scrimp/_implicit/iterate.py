@@ -24,6 +24,12 @@ class Stepper(Protocol):
     def step(self, x: Tensor, r: Tensor, norm: Tensor, bound: Tensor) -> tuple[Tensor, Tensor | None]:
         """The next state after ``x`` with residual ``r``, and that state's residual if it is known."""
 
+    def aim(self, bound: Tensor) -> Tensor:
+        """The residual norm to stop at: the bound, or less where the residual understates the error."""
+
+    def polish(self, x: Tensor, r: Tensor) -> Tensor:
+        """A better state than a solved ``x`` that costs no evaluation; ``x`` itself if there is none."""
+
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Hear that these samples diverged and are put back to ``x``: forget their past, be more careful."""
 
@@ -33,9 +39,14 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The best state found for every sample, and how it was found. One entry a sample, except the history."""
+    """The best state found for every sample, and how it was found. One entry a sample, except the history.
+
+    ``polished`` is a further step from a solved ``x``, not evaluated yet: the evaluation that re-checks the solution
+    can as well be made there.
+    """
 
     x: Tensor
+    polished: Tensor
     residual: Tensor
     start_scale: Tensor
     steps: Tensor
@@ -85,7 +96,9 @@ def iterate(
         history.append(norm)
         steps += still
         evaluations.masked_fill_(still, equation.counts.evaluations)
-    return Solution(best.x, best.r, start, steps, evaluations, torch.stack(history))
+    solved = bool((best.norm <= tolerance.bound(scale_of(equation, best.x, best.r, start, tolerance), start)).all())
+    polished = stepper.polish(best.x, best.r) if solved else best.x
+    return Solution(best.x, polished, best.r, start, steps, evaluations, torch.stack(history))
 
 
 def start_scale(equation: Equation, x: Tensor, r: Tensor, tolerance: Tolerance) -> Tensor:
@@ -106,7 +119,7 @@ def scale_of(equation: Equation, x: Tensor, r: Tensor, start: Tensor, tolerance:
 
 
 def _still_to_solve(norm: Tensor, bound: Tensor, best: _Best, stepper: Stepper) -> Tensor:
-    still = ~(norm <= bound) & best.norm.isfinite()
+    still = ~(norm <= stepper.aim(bound)) & best.norm.isfinite()
     hopeless = stepper.given_up()
     return still if hopeless is None else still & ~hopeless
 

@@ -32,6 +32,14 @@ class NewtonStepper:
             return self._search_residual(x, r, direction)
         return self._search_merit(x, r, direction)
 
+    def aim(self, bound: Tensor) -> Tensor:
+        """The bound."""
+        return bound
+
+    def polish(self, x: Tensor, r: Tensor) -> Tensor:
+        """Nothing: a step takes evaluations."""
+        return x
+
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Nothing to forget: every step begins afresh."""
 

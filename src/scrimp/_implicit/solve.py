@@ -35,7 +35,7 @@ def given(equation: Equation, x: Tensor, tolerance: Tolerance) -> Solution:
         norm = tolerance.norm(r)
         none = torch.zeros_like(norm, dtype=torch.long)
         scale = start_scale(equation, x, r, tolerance)
-        return Solution(x, r, scale, none, none, norm.unsqueeze(0))
+        return Solution(x, x, r, scale, none, none, norm.unsqueeze(0))
 
 
 def differentiable(
@@ -45,11 +45,9 @@ def differentiable(
     adjoint = settings.adjoint
     assert isinstance(adjoint, Implicit | Phantom | JacobianFree)
     layout = equation.layout
-    # As the user will see it: rounded to the dtypes of the state.
-    x = layout.flat(layout.tree(found.x)).detach()
-    at = Linearisation(equation, x) if torch.is_grad_enabled() else None
-    residual = equation.evaluate(x) if at is None else at.residual.detach()
-    info = checked(equation, found, x, residual, tolerance)
+    x, at, residual, info = _checked(equation, found, found.polished, tolerance)
+    if found.polished is not found.x and not info.all_converged:
+        x, at, residual, info = _checked(equation, found, found.x, tolerance)
     if settings.warm is not None:
         settings.warm.state = x
     report_solution(info, layout, settings.on_fail, settings.max_steps)
@@ -68,7 +66,18 @@ def differentiable(
     return layout.tree(attach(equation, at, x, solve, settings.order)), info
 
 
-def checked(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tolerance: Tolerance) -> Info:
+def _checked(
+    equation: Equation, found: Solution, x: Tensor, tolerance: Tolerance
+) -> tuple[Tensor, Linearisation | None, Tensor, Info]:
+    """Evaluate the equation at a state as the user will see it: rounded to the state's dtypes."""
+    layout = equation.layout
+    x = layout.flat(layout.tree(x)).detach()
+    at = Linearisation(equation, x) if torch.is_grad_enabled() else None
+    residual = equation.evaluate(x) if at is None else at.residual.detach()
+    return x, at, residual, _record(equation, found, x, residual, tolerance)
+
+
+def _record(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tolerance: Tolerance) -> Info:
     """The record of a solve, with the residual at the state that is given back."""
     shaped = equation.layout.per_sample
     with torch.no_grad(), no_autocast(x.device):

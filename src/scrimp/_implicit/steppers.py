@@ -18,6 +18,8 @@ SLOW = 0.65
 BRIEF = 3
 # Anderson, Broyden, Newton.
 LAST_STAGE = 3
+# On a slow problem the residual is taken to this share of its bound, which costs a step or two.
+CAREFUL = 0.4
 # How many first states are kept, so that acceleration need not begin with nothing.
 REMEMBERED = 4
 # An accelerated iteration that does not halve its residual in so many steps is stuck.
@@ -46,7 +48,15 @@ class PicardStepper:
 
     def step(self, x: Tensor, r: Tensor, norm: Tensor, bound: Tensor) -> tuple[Tensor, Tensor | None]:
         """Go along the residual."""
-        return x + self._damping.factor * r, None
+        return self.polish(x, r), None
+
+    def aim(self, bound: Tensor) -> Tensor:
+        """The bound."""
+        return bound
+
+    def polish(self, x: Tensor, r: Tensor) -> Tensor:
+        """One step more."""
+        return x + self._damping.factor * r
 
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Damp more."""
@@ -66,8 +76,16 @@ class AndersonStepper:
 
     def step(self, x: Tensor, r: Tensor, norm: Tensor, bound: Tensor) -> tuple[Tensor, Tensor | None]:
         """Combine the last steps."""
+        return self.polish(x, r), None
+
+    def aim(self, bound: Tensor) -> Tensor:
+        """The bound."""
+        return bound
+
+    def polish(self, x: Tensor, r: Tensor) -> Tensor:
+        """One step more."""
         self.history.note(x, r)
-        return self.history.combine(x, r, self._damping.factor), None
+        return self.history.combine(x, r, self._damping.factor)
 
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Begin again from x, damped more."""
@@ -92,10 +110,18 @@ class BroydenStepper:
 
     def step(self, x: Tensor, r: Tensor, norm: Tensor, bound: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the last step, then go to where the model of the residual is zero."""
+        return self.polish(x, r), None
+
+    def aim(self, bound: Tensor) -> Tensor:
+        """The bound."""
+        return bound
+
+    def polish(self, x: Tensor, r: Tensor) -> Tensor:
+        """One step more."""
         if self._last is not None:
             self._push(x - self._last[0], r - self._last[1])
         self._last = (x, r)
-        return x - self._inverse(self._left, self._right, r), None
+        return x - self._inverse(self._left, self._right, r)
 
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Begin again from x with the plain inverse."""
@@ -142,6 +168,7 @@ class AutoStepper:
         self._norms: list[Tensor] = []
         self._current: Stepper = PicardStepper(1.0)
         self._stage = 0
+        self._slow = False
         self._watch = _Watch()
         self._at_floor: Tensor | None = None
 
@@ -149,6 +176,7 @@ class AutoStepper:
         """Take a step of the cheapest method that still makes progress."""
         self._norms = [*self._norms[-2:], norm]
         rate = self._rate(bound)
+        self._slow |= rate > SLOW
         if self._stage == 0:
             self._recent = [*self._recent[1 - REMEMBERED :], (x, r)]
             if rate > FAST:
@@ -162,6 +190,14 @@ class AutoStepper:
             if bool((stuck & ~self._at_floor).any()):
                 self._escalate()
         return self._current.step(x, r, norm, bound)
+
+    def aim(self, bound: Tensor) -> Tensor:
+        """The bound; less on a slow problem, where the error is many times the residual."""
+        return CAREFUL * bound if self._slow else bound
+
+    def polish(self, x: Tensor, r: Tensor) -> Tensor:
+        """One step more of the method in use."""
+        return self._current.polish(x, r)
 
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Accelerate: plain steps that diverge will not do better from the same place."""
