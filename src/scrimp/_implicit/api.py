@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from .adjoints import Adjoint, Implicit, JacobianFree, Phantom
+from .adjoints import Adjoint, Implicit
 from .equation import Equation, RowNorm
 from .iterate import Progress
-from .problem import Function, Params, argmin_equation, computing_eps, explicit, fixed_point_equation, root_equation
+from .problem import (
+    Function,
+    Params,
+    argmin_equation,
+    computing_eps,
+    explicit,
+    fixed_point_equation,
+    root_equation,
+)
 from .report import OnFail
 from .results import Info, WarmStart
 from .settings import Settings

@@ -12,7 +12,7 @@ from .equation import Equation, Linearisation, no_autocast
 from .linear import LinearSolution
 from .report import OnFail, report_gradient
 from .results import BackwardInfo, WarmStart
-from .tolerance import START_SHARE, euclidean, floor_rtol
+from .tolerance import START_SHARE, euclidean
 
 # An estimated gradient error of so many times the tolerance is expected of a well-posed problem ...
 EXPECTED = 300.0
@@ -20,6 +20,8 @@ EXPECTED = 300.0
 WORST = 0.1
 # A linear solver that stops this near its goal was stopped by rounding.
 NEARLY = 10.0
+# In half precision a solution is only as near as its dtype allows; its adjoint, solved in single, can be nearer.
+HALF_EPS, HALF_SHARE = 1e-5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class AdjointSolve:
         at: The Jacobian at the solution.
         adjoint: Which method, how exactly.
         rtol: Relative residual to reach.
+        solution_rtol: The relative residual that the solution itself was found to.
         forward_error: Relative to the state, the residual that forward left.
         on_fail: What to do about a gradient that may be wrong.
         log: Where to note how it went.
@@ -41,6 +44,7 @@ class AdjointSolve:
     at: Linearisation
     adjoint: Implicit | Phantom | JacobianFree
     rtol: float
+    solution_rtol: float
     forward_error: Tensor
     on_fail: OnFail
     log: list[BackwardInfo]
@@ -66,13 +70,16 @@ class AdjointSolve:
     def _judge(self, found: LinearSolution, rhs: Tensor, sound: Tensor, transposed: bool) -> BackwardInfo:
         length, size = euclidean(rhs), euclidean(found.x)
         error = found.amplification * found.residual * length / size.clamp_min(torch.finfo(size.dtype).tiny)
-        error = torch.where(length > 0, error, 0.0)
         # The state's own error moves the point of linearisation by as much.
         error = torch.maximum(error, found.amplification * self.forward_error)
+        limit = min(EXPECTED * max(self.rtol, self.solution_rtol), WORST)
         if isinstance(self.adjoint, Implicit):
-            solved = (found.residual <= NEARLY * self.rtol) & (error <= min(EXPECTED * self.rtol, WORST))
+            solved = (found.residual <= NEARLY * self.rtol) & (error <= limit)
         else:
             solved = found.residual < 1
+        # Where no gradient comes in none goes out, however bad the sample.
+        nothing = length == 0
+        solved, error = solved | nothing, torch.where(nothing, 0.0, error)
         shaped = self.equation.layout.per_sample
         return BackwardInfo(
             solved=shaped(solved & sound),
@@ -90,7 +97,8 @@ def relative_error(equation: Equation, x: Tensor, residual: Tensor, start_scale:
     return euclidean(residual) / size.clamp_min(torch.finfo(x.dtype).tiny)
 
 
-def adjoint_rtol(adjoint: Implicit | Phantom | JacobianFree, rtol: float, dtype: torch.dtype) -> float:
-    """The tolerance of the adjoint equation, which is solved in the solver's dtype."""
-    wanted = adjoint.rtol if isinstance(adjoint, Implicit) and adjoint.rtol is not None else rtol
-    return max(wanted, floor_rtol(torch.finfo(dtype).eps))
+def adjoint_rtol(adjoint: Implicit | Phantom | JacobianFree, rtol: float, eps: float) -> float:
+    """The tolerance of the adjoint equation: the solution's, but no coarser than half precision computes."""
+    if isinstance(adjoint, Implicit) and adjoint.rtol is not None:
+        return adjoint.rtol
+    return min(rtol, HALF_SHARE * eps) if eps > HALF_EPS else rtol

@@ -84,7 +84,11 @@ def iterate(
             break
         if bool(lost.any()):
             back = lost.unsqueeze(1)
-            x, r, norm = torch.where(back, best.x, x), torch.where(back, best.r, r), best.norm.where(lost, norm)
+            x, r, norm = (
+                torch.where(back, best.x, x),
+                torch.where(back, best.r, r),
+                best.norm.where(lost, norm),
+            )
             stepper.retreat(lost, x, r)
         proposal, known = stepper.step(x, r, norm, bound)
         if bool(still.all()):
@@ -96,7 +100,9 @@ def iterate(
         history.append(norm)
         steps += still
         evaluations.masked_fill_(still, equation.counts.evaluations)
-    solved = bool((best.norm <= tolerance.bound(scale_of(equation, best.x, best.r, start, tolerance), start)).all())
+    solved = bool(
+        (best.norm <= tolerance.bound(scale_of(equation, best.x, best.r, start, tolerance), start)).all()
+    )
     polished = stepper.polish(best.x, best.r) if solved else best.x
     return Solution(best.x, polished, best.r, start, steps, evaluations, torch.stack(history))
 

@@ -58,7 +58,9 @@ class BiCGSTAB:
             wanted = relative > rtol
             if not bool(wanted.any()) or products + 3 > self.max_products:
                 break
-            correction, taken = _bicgstab_run(apply, residual, rtol * length, self.max_products - products - 1)
+            correction, taken = _bicgstab_run(
+                apply, residual, rtol * length, self.max_products - products - 1
+            )
             x_next = x + correction
             residual_next = rhs - apply(x_next)
             products += taken + 1
@@ -191,6 +193,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ratio(above: Tensor, below: Tensor, active: Tensor) -> Tensor:
-    """above / below where that makes sense, else 0."""
+    """Above / below where that makes sense, else 0."""
     ratio = above / below
     return torch.where(active & ratio.isfinite(), ratio, 0)

@@ -18,7 +18,9 @@ def plot_residuals(info: Info, axes: Axes | None) -> Axes:
         try:
             from matplotlib import pyplot
         except ImportError as error:
-            raise MissingExtraError("plotting needs matplotlib, which is not installed: pip install 'scrimp[plot]'") from error
+            raise MissingExtraError(
+                "plotting needs matplotlib, which is not installed: pip install 'scrimp[plot]'"
+            ) from error
         axes = pyplot.subplots()[1]
     history = info.history.detach().cpu().flatten(1)
     for sample, good in enumerate(info.converged.cpu().flatten().tolist()):

@@ -30,7 +30,7 @@ class _Holder(nn.Module):
 
 
 def explicit(f: Function, params: Params) -> tuple[Function, Tree]:
-    """f as a function of (state, params, *args), and the pytree of its listed parameters."""
+    """F as a function of (state, params, *args), and the pytree of its listed parameters."""
     if isinstance(params, nn.Module):
         holder = _Holder(f, params)
         listed = {f"module.{name}": tensor for name, tensor in params.named_parameters()}

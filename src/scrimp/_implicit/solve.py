@@ -10,12 +10,13 @@ from .attach import attach
 from .backward import AdjointSolve, adjoint_rtol, relative_error
 from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, iterate, scale_of, start_scale
+from .problem import computing_eps
 from .report import report_solution
 from .results import Info
 from .settings import Settings
 from .solvers import Solver
 from .state import Tree
-from .tolerance import Tolerance, default_rtol
+from .tolerance import Tolerance
 
 
 def find(equation: Equation, x0: Tree, solver: Solver, tolerance: Tolerance, settings: Settings) -> Solution:
@@ -53,11 +54,13 @@ def differentiable(
     report_solution(info, layout, settings.on_fail, settings.max_steps)
     if at is None or not at.depends_on_others():
         return layout.tree(x), info
+    eps = computing_eps(layout)
     solve = AdjointSolve(
         equation=equation,
         at=at,
         adjoint=adjoint,
-        rtol=adjoint_rtol(adjoint, default_rtol(torch.finfo(layout.dtype).eps) if settings.rtol is None else settings.rtol, layout.dtype),
+        rtol=adjoint_rtol(adjoint, tolerance.rtol, eps),
+        solution_rtol=tolerance.rtol,
         forward_error=relative_error(equation, x, residual, found.start_scale),
         on_fail=settings.on_fail,
         log=info.backward_log,
