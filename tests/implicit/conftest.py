@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TanhLayer:
-    """x = tanh(W x + U p + b) for a batch of p, with its solution and gradient from dense double arithmetic."""
+    """x = tanh(W x + U p + b) for a batch of p, with the exact solution and gradient."""
 
     W: Tensor
     U: Tensor

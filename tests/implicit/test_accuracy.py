@@ -47,7 +47,7 @@ def test_single_precision_gradients_are_exact_to_tolerance(layer, spectrum, radi
 
 @pytest.mark.parametrize(("spectrum", "radius"), COLUMNS)
 def test_evaluations_stay_within_their_limits(layer, spectrum, radius):
-    """Evaluations in forward and products in backward, re-checks included, do not exceed known good counts."""
+    """Forward evaluations and backward products, re-checks included, stay within known good counts."""
     _, info = gradient_error(layer(spectrum, radius), torch.float32, 1e-6)
     forward, backward = COSTS[spectrum, radius]
     assert info.total_evaluations <= forward

@@ -127,6 +127,7 @@ class Cell(nn.Module):
             self.linear.weight.mul_(0.5)
 
     def forward(self, x, p):
+        """The next state."""
         return torch.tanh(self.linear(x) + p)
 
 

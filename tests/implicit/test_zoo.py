@@ -17,7 +17,7 @@ DOUBLE = torch.float64
 
 
 def linear_problem(matrix, **options):
-    """Solve x = A x + c, and compare the gradient of sum(x · w) in c with a dense solve: its relative error."""
+    """Solve x = A x + c; the relative error of the gradient of sum(x · w) in c against a dense solve."""
     n = matrix.shape[0]
     generator = torch.Generator().manual_seed(0)
     c = torch.randn(n, generator=generator, dtype=DOUBLE).to(matrix.dtype).requires_grad_()
@@ -132,12 +132,12 @@ def test_too_few_products_warn():
 
 
 def test_chaotic_map():
-    """The logistic map at r = 4, whose fixed point repels, is solved with the right gradient or warned about."""
+    """The logistic map at r = 4, whose fixed points repel, is solved with its gradient or warned about."""
 
     def compute():
         r = torch.full((20,), 4.0, dtype=DOUBLE, requires_grad=True)
         x0 = torch.linspace(0.05, 0.95, 20, dtype=DOUBLE)
-        x, info = scrimp.fixed_point(lambda x, r: r * x * (1 - x), x0, r, batch_dims=1)
+        x, _ = scrimp.fixed_point(lambda x, r: r * x * (1 - x), x0, r, batch_dims=1)
         (found,) = torch.autograd.grad(x.sum(), r)
         # Either fixed point counts: 0, whose derivative is 0, and 1 − 1/r, whose derivative is 1/r².
         expected = torch.where(x.detach().abs() < 0.1, 0.0, 1 / 16)
@@ -266,7 +266,7 @@ def test_physical_units():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """Half-precision states are solved to what their dtype allows; the gradient is as near as that, or warned."""
+    """Half-precision states are solved to what their dtype allows; the gradient is near, or warned about."""
     torch.manual_seed(0)
     W = torch.randn(16, 16) * 0.1
 
@@ -290,7 +290,7 @@ def test_half_precision(dtype):
 
 
 def test_autocast_keeps_the_state_single_and_the_gradient():
-    """Under autocast f computes in half precision, the state does not, and weights still get their gradients."""
+    """Under autocast f computes in half precision, the state does not, and weights get their gradients."""
     torch.manual_seed(0)
     linear = nn.Linear(16, 16)
     with torch.no_grad():

@@ -16,7 +16,8 @@ class Implicit:
     Attributes:
         linear: What solves the system.
         rtol: Relative residual to solve it to; None for the tolerance of the solution itself.
-        budget: Bytes that the solver of the system may hold. Where GMRES would need more, BiCGSTAB takes its place.
+        budget: Bytes that the solver of the system may hold. Where GMRES would need more, BiCGSTAB
+        takes its place.
     """
 
     linear: LinearSolver = field(default_factory=GMRES)

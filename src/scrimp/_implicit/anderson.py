@@ -9,7 +9,8 @@ from torch import Tensor
 class AndersonHistory:
     """The last steps of an iteration, and the combination of them that makes the residual least.
 
-    Differences of successive residuals and of successive images lie in two ring buffers that are allocated once.
+    Differences of successive residuals and of successive images lie in two ring buffers that are
+    allocated once.
     Their Gram matrix is updated by one row a step, so a step reads each buffer once.
     """
 

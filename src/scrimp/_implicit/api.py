@@ -54,18 +54,22 @@ def fixed_point(
 
     Args:
         f: Gives the next state from a state and ``args``. Evaluated many times; must be deterministic.
-        x0: Where to start: a tensor or a pytree of tensors. The solution is built like it and does not depend on it.
+        x0: Where to start: a tensor or a pytree of tensors. The solution is built like it and does
+        not depend on it.
         *args: Passed on to f.
-        params: Tensors that f depends on, listed, as transforms of ``torch.func`` need them: a module that f uses,
+        params: Tensors that f depends on, listed, as transforms of ``torch.func`` need them: a
+        module that f uses,
             or a pytree, which f then takes as the keyword ``params``. None: all is found through autograd.
         solver: The steps to take; see ``scrimp.solvers``.
         adjoint: How the derivative is found; see ``scrimp.adjoints``.
-        rtol: Largest residual relative to f(x). None: 1e-10 in double, 1e-6 in single precision, else what the
+        rtol: Largest residual relative to f(x). None: 1e-10 in double, 1e-6 in single precision,
+        else what the
             dtype allows.
         atol: Largest absolute residual, added to the relative one. None: next to nothing.
         norm: Norms of the rows of a matrix, which measure the residual of each sample.
         max_steps: Steps after which a sample counts as failed.
-        batch_dims: How many leading dimensions count independent samples. Each sample is then solved for itself. 0
+        batch_dims: How many leading dimensions count independent samples. Each sample is then
+        solved for itself. 0
             takes the state as one problem, which is always right.
         order: The highest derivative that will be taken.
         on_fail: Whether to ``"warn"``, ``"raise"`` or ``"ignore"`` when a result or a gradient may be wrong.
@@ -106,7 +110,8 @@ def root(
 ) -> tuple[Tree, Info]:
     """Find x with g(x, *args) = 0, differentiable with the memory of one evaluation of g.
 
-    Arguments are those of ``fixed_point``, except that the residual is compared with the size of g's terms at the
+    Arguments are those of ``fixed_point``, except that the residual is compared with the size of g's
+    terms at the
     start, and that plain, Anderson's and Broyden's steps take x + g(x) for the next state.
 
     Example:
@@ -138,7 +143,8 @@ def argmin(
     warm: WarmStart | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tree, Info]:
-    """Find a local minimum of loss(x, *args) over x, differentiable with the memory of one gradient of the loss.
+    """Find a local minimum of loss(x, *args) over x, differentiable with the memory of one gradient of
+    the loss.
 
     Arguments are those of ``root`` for the loss's gradient. The loss has one value a sample: a scalar for
     ``batch_dims=0``. It must be differentiable twice, and once more for each order above the first.
@@ -170,7 +176,8 @@ def implicit(
 ) -> tuple[Tree, Info]:
     """Make a solution of g(x, *args) = 0 that anything else has found differentiable.
 
-    Arguments are those of ``root``; ``rtol`` None asks for half of the dtype's digits, which solvers usually give.
+    Arguments are those of ``root``; ``rtol`` None asks for half of the dtype's digits, which solvers
+    usually give.
 
     Example:
         >>> import torch, scrimp

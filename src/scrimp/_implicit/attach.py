@@ -4,8 +4,10 @@ Let A be minus the Jacobian of the residual R at the solution x*. From z₀ = x*
 
     zₖ₊₁ = zₖ + A⁻¹ R(zₖ)
 
-changes nothing in value, because R(x*) is zero. But its derivatives grow right one order a time: this is Newton's
-iteration with a constant matrix, whose error in the parameters gains an order with each step. R is evaluated under
+changes nothing in value, because R(x*) is zero. But its derivatives grow right one order a time: this is
+Newton's
+iteration with a constant matrix, whose error in the parameters gains an order with each step. R is
+evaluated under
 autograd, so whatever it touches is reached; A⁻¹ is a node that solves a linear system with Aᵀ in backward.
 """
 
@@ -51,7 +53,8 @@ class _Inverse(torch.autograd.Function):
 class _Solved(torch.autograd.Function):
     """The solution of a linear system as a function of its right-hand side, for derivatives of higher order.
 
-    Takes the residual only so that whoever differentiates with respect to what the residual depends on must come
+    Takes the residual only so that whoever differentiates with respect to what the residual depends on
+    must come
     by here, and hears if the order does not suffice.
     """
 

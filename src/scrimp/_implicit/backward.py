@@ -20,7 +20,8 @@ EXPECTED = 300.0
 WORST = 0.1
 # A linear solver that stops this near its goal was stopped by rounding.
 NEARLY = 10.0
-# In half precision a solution is only as near as its dtype allows; its adjoint, solved in single, can be nearer.
+# In half precision a solution is only as near as its dtype allows; its adjoint, solved in single, can be
+# nearer.
 HALF_EPS, HALF_SHARE = 1e-5, 0.1
 
 

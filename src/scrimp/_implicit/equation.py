@@ -28,7 +28,11 @@ class Counts:
 class Equation:
     """``residual(x) = 0`` for a flat state ``x`` of one row for each sample.
 
-    A fixed point of f has the residual f(x) − x, so its residual is also the plain iteration's step. Attributes:
+    A fixed point of f has the residual f(x) − x, so its residual is also the plain iteration's step.
+
+
+
+    Attributes:
         residual: Differentiable; runs under the autocast state in which the user called.
         layout: How the user's state becomes the flat one.
         is_fixed_point: Whether x + residual(x) is a state in its own right.

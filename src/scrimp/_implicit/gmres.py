@@ -104,7 +104,7 @@ class Krylov:
         return self.blocks[-1][:, self.size % BLOCK]
 
     def extend(self, image: Tensor) -> Tensor:
-        """Take in A times the newest vector; returns the new column of the matrix, zero where the space ended."""
+        """Take in A times the newest vector; gives the matrix's new column, 0 at its end where the space ended."""
         before = euclidean(image).double()
         rest, weights = self._orthogonal(image)
         after = euclidean(rest).double()
@@ -200,7 +200,7 @@ class _Cycle:
         return self._krylov.matrix[:, :k, :k].clone()
 
     def _take(self, column: Tensor, open_ended: Tensor) -> None:
-        """Rotate a new column to triangular form; a sample whose space has ended gets a column that changes nothing."""
+        """Rotate a column to triangular form; a sample whose space has ended gets one that changes nothing."""
         k = self.size - 1
         rotated = torch.bmm(self._rotation[:, : k + 2, : k + 2], column.unsqueeze(2)).squeeze(2)
         above, below = rotated[:, k], rotated[:, k + 1]

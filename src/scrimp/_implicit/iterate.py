@@ -41,13 +41,14 @@ class Stepper(Protocol):
 class Solution:
     """The best state found for every sample, and how it was found. One entry a sample, except the history.
 
-    ``polished`` is a further step from a solved ``x``, not evaluated yet: the evaluation that re-checks the solution
+    ``polished`` is a further step from a solved ``x``, not evaluated yet: the evaluation that re-checks
+    the solution
     can as well be made there.
     """
 
     x: Tensor
     polished: Tensor
-    residual: Tensor
+    solved: Tensor
     start_scale: Tensor
     steps: Tensor
     evaluations: Tensor
@@ -100,11 +101,9 @@ def iterate(
         history.append(norm)
         steps += still
         evaluations.masked_fill_(still, equation.counts.evaluations)
-    solved = bool(
-        (best.norm <= tolerance.bound(scale_of(equation, best.x, best.r, start, tolerance), start)).all()
-    )
-    polished = stepper.polish(best.x, best.r) if solved else best.x
-    return Solution(best.x, polished, best.r, start, steps, evaluations, torch.stack(history))
+    solved = best.norm <= tolerance.bound(scale_of(equation, best.x, best.r, start, tolerance), start)
+    polished = torch.where(solved.unsqueeze(1), stepper.polish(best.x, best.r), best.x)
+    return Solution(best.x, polished, solved, start, steps, evaluations, torch.stack(history))
 
 
 def start_scale(equation: Equation, x: Tensor, r: Tensor, tolerance: Tolerance) -> Tensor:

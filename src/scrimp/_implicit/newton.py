@@ -18,7 +18,7 @@ LOOSEST, TIGHTEST = 1e-1, 1e-3
 
 
 class NewtonStepper:
-    """Solves the linearised equation by GMRES on difference quotients, so f need not be differentiable twice."""
+    """Solves the linearised equation by GMRES on difference quotients: f need not be twice differentiable."""
 
     def __init__(self, equation: Equation, restart: int = 30, max_products: int = 90) -> None:
         self._equation = equation

@@ -74,8 +74,8 @@ def argmin_equation(loss: Callable[[Tree], Tensor], layout: Layout) -> Equation:
         if not isinstance(values, Tensor) or values.shape != layout.batch_shape:
             have = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
-                f"the loss must have one value a sample: need shape {tuple(layout.batch_shape)}, have {have}; "
-                "sum over everything but the batch dimensions"
+                f"the loss must have one value a sample: need shape {tuple(layout.batch_shape)}, "
+                f"have {have}; sum over everything but the batch dimensions"
             )
         return values.reshape(layout.samples).to(layout.dtype)
 
@@ -95,7 +95,7 @@ def argmin_equation(loss: Callable[[Tree], Tensor], layout: Layout) -> Equation:
 
 
 def computing_eps(layout: Layout) -> float:
-    """The relative spacing of numbers where f computes: the coarsest of the state's dtypes and of autocast."""
+    """Relative spacing of numbers where f computes: the coarsest of the state's dtypes and autocast's."""
     kind = layout.device.type
     if not torch.is_autocast_enabled(kind):
         return layout.coarsest_eps

@@ -30,6 +30,17 @@ def report_solution(info: Info, layout: Layout, on_fail: OnFail, max_steps: int)
     _say(message, ConvergenceWarning, on_fail)
 
 
+def report_curvature(is_minimum: Tensor, layout: Layout, on_fail: OnFail) -> None:
+    """Say it if a stationary point is not a minimum."""
+    if on_fail == "ignore" or bool(is_minimum.all()):
+        return
+    message = (
+        f"{_which(~is_minimum, layout)} reached a point where the loss is stationary but curves down: "
+        "need a minimum, have a saddle point or a maximum; start elsewhere"
+    )
+    _say(message, ConvergenceWarning, on_fail)
+
+
 def report_gradient(info: BackwardInfo, adjoint: Adjoint, layout: Layout, on_fail: OnFail) -> None:
     """Say it if an adjoint equation was not solved, or its solution cannot be trusted."""
     failed = ~info.solved.flatten()
@@ -46,8 +57,8 @@ def report_gradient(info: BackwardInfo, adjoint: Adjoint, layout: Layout, on_fai
     )
     coupled = "" if not layout.batch_shape else "; if samples depend on each other, pass batch_dims=0"
     message = (
-        f"the gradient of {_which(failed, layout)} may be wrong: the adjoint equation has a relative residual of "
-        f"{residual:.1e}, and the estimated error of the gradient is {error:.1e}; {advice}{coupled}"
+        f"the gradient of {_which(failed, layout)} may be wrong: the adjoint equation has a relative "
+        f"residual of {residual:.1e}, and the estimated error of the gradient is {error:.1e}; {advice}{coupled}"
     )
     _say(message, GradientWarning, on_fail)
 

@@ -33,7 +33,7 @@ class BackwardInfo:
 
     @property
     def spectral_radius(self) -> Tensor | None:
-        """Arnoldi's estimate of the largest eigenvalue's modulus of f's Jacobian; None if GMRES did not run."""
+        """Arnoldi's estimate of f's Jacobian's spectral radius; None if GMRES did not run."""
         if self.arnoldi is None:
             return None
         return (1 - torch.linalg.eigvals(self.arnoldi)).abs().amax(1).reshape(self.solved.shape)
@@ -47,7 +47,8 @@ class Info:
         converged: Whether the residual is within its bound.
         steps: Steps of the solver until the sample was solved.
         evaluations: Evaluations of f until the sample was solved.
-        total_evaluations: All evaluations of f in forward, the last one, which re-checks the solution, included.
+        total_evaluations: All evaluations of f in forward, the last one, which re-checks the
+        solution, included.
         residual: Norm of the true residual, computed afresh at the solution.
         bound: What the residual may be: atol + rtol · scale.
         rtol: The relative tolerance in force; larger than asked for where the dtype cannot do better.
@@ -85,7 +86,8 @@ class Info:
 class WarmStart:
     """Where the last call ended, forward and backward, as the place where the next one starts.
 
-    Give the same object to call after call on slowly changing problems, such as the steps of a training loop on
+    Give the same object to call after call on slowly changing problems, such as the steps of a training
+    loop on
     one batch or of a simulation. It changes how much work is done, never what is solved.
 
     Attributes:

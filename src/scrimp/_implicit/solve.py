@@ -8,10 +8,11 @@ from torch import Tensor
 from .adjoints import Implicit, JacobianFree, Phantom
 from .attach import attach
 from .backward import AdjointSolve, adjoint_rtol, relative_error
+from .curvature import is_minimum
 from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, iterate, scale_of, start_scale
 from .problem import computing_eps
-from .report import report_solution
+from .report import report_curvature, report_solution
 from .results import Info
 from .settings import Settings
 from .solvers import Solver
@@ -36,22 +37,24 @@ def given(equation: Equation, x: Tensor, tolerance: Tolerance) -> Solution:
         norm = tolerance.norm(r)
         none = torch.zeros_like(norm, dtype=torch.long)
         scale = start_scale(equation, x, r, tolerance)
-        return Solution(x, x, r, scale, none, none, norm.unsqueeze(0))
+        return Solution(x, x, torch.zeros_like(norm, dtype=torch.bool), scale, none, none, norm.unsqueeze(0))
 
 
 def differentiable(
     equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings
 ) -> tuple[Tree, Info]:
-    """The user's state at a solution: evaluated once more, reported on, and attached to all that it depends on."""
+    """The user's state at a solution: re-checked, reported on, and attached to all that it depends on."""
     adjoint = settings.adjoint
     assert isinstance(adjoint, Implicit | Phantom | JacobianFree)
     layout = equation.layout
     x, at, residual, info = _checked(equation, found, found.polished, tolerance)
-    if found.polished is not found.x and not info.all_converged:
+    if bool((found.solved & ~info.converged.flatten()).any()):
         x, at, residual, info = _checked(equation, found, found.x, tolerance)
     if settings.warm is not None:
         settings.warm.state = x
     report_solution(info, layout, settings.on_fail, settings.max_steps)
+    if equation.symmetric:
+        report_curvature(is_minimum(at or Linearisation(equation, x), x), layout, settings.on_fail)
     if at is None or not at.depends_on_others():
         return layout.tree(x), info
     eps = computing_eps(layout)

@@ -157,7 +157,8 @@ class BroydenStepper:
 class AutoStepper:
     """Plain steps while they are fast; then Anderson's; where those are stuck, Broyden's, and last Newton's.
 
-    How much Anderson remembers depends on how slow the plain steps were: a memory of three costs little and pays
+    How much Anderson remembers depends on how slow the plain steps were: a memory of three costs little
+    and pays
     almost always, a long one pays on slow problems. Broyden's method is slower than Anderson's but survives
     strong non-linearity, Newton's is slower still and needs no luck near a solution.
     """

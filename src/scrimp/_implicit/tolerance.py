@@ -21,7 +21,7 @@ def euclidean(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """A sample is solved when norm(residual) ≤ atol + rtol · scale. ``atol`` None: a share of the start's scale."""
+    """Solved means norm(residual) ≤ atol + rtol · scale; ``atol`` None is a share of the start's scale."""
 
     rtol: float
     atol: float | None
@@ -34,7 +34,7 @@ class Tolerance:
 
 
 def default_rtol(eps: float) -> float:
-    """A tolerance that is reachable where numbers are ``eps`` apart: 1e-10 in double, 1e-6 in single precision."""
+    """A tolerance within reach where numbers are ``eps`` apart: 1e-10 in double, 1e-6 in single."""
     if eps < 1e-12:
         return 1e-10
     return 1e-6 if eps < 1e-5 else floor_rtol(eps)
