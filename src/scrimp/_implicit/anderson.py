@@ -86,4 +86,5 @@ class AndersonHistory:
         scaled = (gram * inverse * inverse.mT).nan_to_num(0.0, 0.0, 0.0)
         scaled.diagonal(dim1=1, dim2=2).fill_(1 + self._ridge)
         solution, _ = torch.linalg.solve_ex(scaled, (against * inverse).nan_to_num(0.0, 0.0, 0.0))
-        return (solution * inverse).to(r.dtype)
+        weights: Tensor = (solution * inverse).to(r.dtype)
+        return weights

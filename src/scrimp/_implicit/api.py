@@ -143,8 +143,7 @@ def argmin(
     warm: WarmStart | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tree, Info]:
-    """Find a local minimum of loss(x, *args) over x, differentiable with the memory of one gradient of
-    the loss.
+    """Find a local minimum of loss(x, *args) over x, differentiable at the memory of one gradient.
 
     Arguments are those of ``root`` for the loss's gradient. The loss has one value a sample: a scalar for
     ``batch_dims=0``. It must be differentiable twice, and once more for each order above the first.

@@ -29,10 +29,21 @@ Solve = Callable[[Tensor, bool], Tensor]
 def attach(equation: Equation, at: Linearisation, x: Tensor, solve: Solve, order: int) -> Tensor:
     """The solution x with derivatives up to ``order``."""
     with torch.enable_grad():
-        z = x.detach() + _Inverse.apply(at.residual, solve, order)
+        z = x.detach() + _inverse(at.residual, solve, order)
         for _ in range(order - 1):
-            z = z + _Inverse.apply(equation.residual(z), solve, order)
+            z = z + _inverse(equation.residual(z), solve, order)
     return z
+
+
+def _inverse(residual: Tensor, solve: Solve, remaining: int) -> Tensor:
+    zero: Tensor = _Inverse.apply(residual, solve, remaining)  # type: ignore[no-untyped-call]
+    return zero
+
+
+def _solved(rhs: Tensor, residual: Tensor, solve: Solve, remaining: int, transposed: bool) -> Tensor:
+    inputs = rhs, residual, solve, remaining, transposed
+    solution: Tensor = _Solved.apply(*inputs)  # type: ignore[no-untyped-call]
+    return solution
 
 
 class _Inverse(torch.autograd.Function):
@@ -47,7 +58,7 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (residual,) = ctx.saved_tensors
-        return _Solved.apply(gradients[0], residual, ctx.solve, ctx.remaining - 1, True), None, None
+        return _solved(gradients[0], residual, ctx.solve, ctx.remaining - 1, True), None, None
 
 
 class _Solved(torch.autograd.Function):
@@ -74,5 +85,5 @@ class _Solved(torch.autograd.Function):
                 "pass order=2 for second derivatives, order=3 for third ones"
             )
         (residual,) = ctx.saved_tensors
-        solved = _Solved.apply(gradients[0], residual, ctx.solve, ctx.remaining - 1, not ctx.transposed)
+        solved = _solved(gradients[0], residual, ctx.solve, ctx.remaining - 1, not ctx.transposed)
         return solved, None, None, None, None

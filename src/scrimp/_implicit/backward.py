@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .adjoints import Implicit, JacobianFree, Phantom
 from .equation import Equation, Linearisation, no_autocast
-from .linear import LinearSolution
+from .gmres import LinearSolution
 from .report import OnFail, report_gradient
 from .results import BackwardInfo, WarmStart
 from .tolerance import START_SHARE, euclidean

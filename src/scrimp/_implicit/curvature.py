@@ -38,4 +38,5 @@ def is_minimum(at: Linearisation, x: Tensor) -> Tensor:
         finite = matrix.isfinite().flatten(1).all(1)
         symmetric = torch.where(finite.view(-1, 1, 1), (matrix + matrix.mT) / 2, 0.0)
         eigenvalues = torch.linalg.eigvalsh(symmetric)
-    return ~finite | (eigenvalues[:, 0] >= -NEGATIVE * eigenvalues.abs().amax(1))
+    upward: Tensor = eigenvalues[:, 0] >= -NEGATIVE * eigenvalues.abs().amax(1)
+    return ~finite | upward

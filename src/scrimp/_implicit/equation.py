@@ -65,7 +65,7 @@ class Linearisation:
         with torch.enable_grad():
             # The derivative stops at this boundary: walking the graph further never leaves a gradient on x.
             self._anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
-            inside: Tensor = Boundary.apply(x.detach(), self._anchor)
+            inside: Tensor = Boundary.apply(x.detach(), self._anchor)  # type: ignore[no-untyped-call]
             self.residual = equation.residual(inside)
             self._inside = torch.autograd.graph.get_gradient_edge(inside)
         self._symmetric = equation.symmetric

@@ -63,7 +63,7 @@ def gmres(
         room = max_products - products - 1
         if not bool(wanted.any()) or room < 1:
             break
-        cycle = _Cycle(residual, min(restart, room))
+        cycle = _Cycle(residual, min(restart, room, max(rhs.shape[1], 1)))
         cycle.run(apply, rtol * length)
         x_next = x + cycle.correction()
         products += cycle.size + 1
@@ -83,6 +83,12 @@ def at_least(amplification: Tensor, x: Tensor, rhs_norm: Tensor) -> Tensor:
     return torch.maximum(amplification, torch.where(rhs_norm > 0, euclidean(x) / rhs_norm, 0.0).double())
 
 
+def grown(matrices: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrices with rows and columns of zeros added at the ends."""
+    padding = (0, columns, 0, rows) if rows else (0, columns)
+    return torch.nn.functional.pad(matrices, padding)
+
+
 class Krylov:
     """An orthonormal basis of the Krylov space of every sample, and the matrix of A in it."""
 
@@ -90,7 +96,7 @@ class Krylov:
         self.blocks: list[Tensor] = []
         self.size = 0
         self._length = euclidean(first).double()
-        self.matrix = first.new_zeros(first.shape[0], size + 1, size, dtype=torch.float64)
+        self.matrix = first.new_zeros(first.shape[0], 1, 0, dtype=torch.float64)
         self._capacity = size + 1
         self._append(first, self._length)
 
@@ -104,7 +110,7 @@ class Krylov:
         return self.blocks[-1][:, self.size % BLOCK]
 
     def extend(self, image: Tensor) -> Tensor:
-        """Take in A times the newest vector; gives the matrix's new column, 0 at its end where the space ended."""
+        """Take in A times the newest vector; gives the matrix's column, ending in 0 where the space ends."""
         before = euclidean(image).double()
         rest, weights = self._orthogonal(image)
         after = euclidean(rest).double()
@@ -114,6 +120,8 @@ class Krylov:
         eps = torch.finfo(image.dtype).eps
         after = torch.where(after > 10 * eps * before, after, 0.0)
         column = torch.cat([weights, after.unsqueeze(1)], dim=1)
+        if self.size == self.matrix.shape[2]:
+            self.matrix = grown(self.matrix, BLOCK, BLOCK)
         self.matrix[:, : self.size + 2, self.size] = column
         self.size += 1
         self._append(rest, after)
@@ -122,7 +130,7 @@ class Krylov:
     def combine(self, weights: Tensor) -> Tensor:
         """The combination of basis vectors with these weights, a row of them for each sample."""
         weights = weights.to(self.blocks[0].dtype).unsqueeze(1)
-        parts = weights.split(BLOCK, dim=2)
+        parts = torch.split(weights, BLOCK, dim=2)
         total = torch.bmm(parts[0], self.blocks[0][:, : parts[0].shape[2]])
         for part, block in zip(parts[1:], self.blocks[1:], strict=False):
             total = torch.baddbmm(total, part, block[:, : part.shape[2]])
@@ -153,9 +161,9 @@ class _Cycle:
         samples = residual.shape[0]
         self._krylov = Krylov(residual, size)
         wide = self._krylov.first_length
-        self._rotation = torch.eye(size + 1, dtype=wide.dtype, device=wide.device).repeat(samples, 1, 1)
-        self._upper = wide.new_zeros(samples, size, size)
-        self._right = wide.new_zeros(samples, size)
+        self._rotation = wide.new_ones(samples, 1, 1)
+        self._upper = wide.new_zeros(samples, 0, 0)
+        self._right = wide.new_zeros(samples, 0)
         self._capacity = size
 
     @property
@@ -199,9 +207,18 @@ class _Cycle:
         k = min(self.size, KEPT)
         return self._krylov.matrix[:, :k, :k].clone()
 
+    def _grow(self) -> None:
+        """Make room for a block of columns more."""
+        self._upper, self._right = grown(self._upper, BLOCK, BLOCK), grown(self._right, 0, BLOCK)
+        size = self._rotation.shape[1]
+        self._rotation = grown(self._rotation, BLOCK, BLOCK)
+        self._rotation.diagonal(dim1=1, dim2=2)[:, size:] = 1
+
     def _take(self, column: Tensor, open_ended: Tensor) -> None:
-        """Rotate a column to triangular form; a sample whose space has ended gets one that changes nothing."""
+        """Rotate a column to triangular form; where the space has ended it changes nothing."""
         k = self.size - 1
+        if k == self._right.shape[1]:
+            self._grow()
         rotated = torch.bmm(self._rotation[:, : k + 2, : k + 2], column.unsqueeze(2)).squeeze(2)
         above, below = rotated[:, k], rotated[:, k + 1]
         radius = torch.hypot(above, below)

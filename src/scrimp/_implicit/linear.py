@@ -189,7 +189,7 @@ def _bicgstab_run(apply: Apply, rhs: Tensor, goal: Tensor, max_products: int) ->
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vecdot(a, b).unsqueeze(1)
+    return (a * b).sum(1, keepdim=True)
 
 
 def _ratio(above: Tensor, below: Tensor, active: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class BackwardInfo:
         """Arnoldi's estimate of f's Jacobian's spectral radius; None if GMRES did not run."""
         if self.arnoldi is None:
             return None
-        return (1 - torch.linalg.eigvals(self.arnoldi)).abs().amax(1).reshape(self.solved.shape)
+        largest: Tensor = (1 - torch.linalg.eigvals(self.arnoldi)).abs().amax(1)
+        return largest.reshape(self.solved.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +104,16 @@ class WarmStart:
 
     def start(self, fallback: Tensor) -> Tensor:
         """The remembered state if it fits, else ``fallback``."""
-        return self.state if _fits(self.state, fallback) else fallback
+        state = _fitting(self.state, fallback)
+        return fallback if state is None else state
 
     def adjoint_start(self, like: Tensor) -> Tensor | None:
         """The remembered adjoint if it fits."""
-        return self.adjoint if _fits(self.adjoint, like) else None
+        return _fitting(self.adjoint, like)
 
 
-def _fits(remembered: Tensor | None, like: Tensor) -> bool:
-    return (
-        remembered is not None
-        and remembered.shape == like.shape
-        and remembered.dtype == like.dtype
-        and remembered.device == like.device
-        and bool(remembered.isfinite().all())
-    )
+def _fitting(remembered: Tensor | None, like: Tensor) -> Tensor | None:
+    if remembered is None or remembered.shape != like.shape:
+        return None
+    same = remembered.dtype == like.dtype and remembered.device == like.device
+    return remembered if same and bool(remembered.isfinite().all()) else None

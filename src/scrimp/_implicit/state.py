@@ -79,7 +79,7 @@ class Layout:
 
     def tree(self, flat: Tensor) -> Tree:
         """The state of a matrix, with the user's structure, shapes and dtypes."""
-        parts = flat.split([leaf.columns for leaf in self.leaves], dim=1)
+        parts = torch.split(flat, [leaf.columns for leaf in self.leaves], dim=1)
         tensors = [_shaped(part, leaf) for part, leaf in zip(parts, self.leaves, strict=True)]
         return pytree.tree_unflatten(tensors, self.structure)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -219,7 +221,7 @@ class AutoStepper:
             return 0.0
         before, now = self._norms[0], self._norms[2]
         ratios = torch.where((now > bound) & now.isfinite() & before.isfinite(), now / before, 0)
-        return float(ratios.amax()) ** 0.5
+        return math.sqrt(float(ratios.amax()))
 
     def _accelerate(self, rate: float) -> None:
         anderson = AndersonStepper(self._like, min(self._depth, BRIEF) if rate < SLOW else self._depth, 1.0)

@@ -16,7 +16,8 @@ START_SHARE = 1e-6
 
 def euclidean(rows: Tensor) -> Tensor:
     """The length of every row."""
-    return torch.linalg.vector_norm(rows, dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)
