@@ -1,6 +1,6 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
-from . import adjoints, errors, solvers
+from . import adjoints, errors, jacobian, solvers
 from ._implicit.api import argmin, fixed_point, implicit, root
 from .errors import ScrimpError
 
@@ -14,6 +14,7 @@ __all__ = [
     "errors",
     "fixed_point",
     "implicit",
+    "jacobian",
     "root",
     "solvers",
 ]

@@ -72,11 +72,11 @@ def test_live_bytes_counts_storages_once():
 
 def solver_peak(steps: int, solver, adjoint) -> int:
     """Peak bytes of forward and backward with exactly this many steps of a map without a fixed point."""
-    block, p = Block(32), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    drift = torch.linspace(0.5, 1.0, 32)
+    block, p = Block(128), torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    drift = torch.linspace(0.5, 1.0, 128)
     options = {"batch_dims": 1, "solver": solver, "adjoint": adjoint, "on_fail": "ignore", "max_steps": steps}
     with LiveBytes() as memory:
-        x, info = scrimp.fixed_point(lambda x: x + block(x, p) + 2 * drift, torch.zeros(64, 32), **options)
+        x, info = scrimp.fixed_point(lambda x: x + block(x, p) + 2 * drift, torch.zeros(64, 128), **options)
         assert int(info.steps.max()) == steps
         x.square().sum().backward()
     return memory.peak

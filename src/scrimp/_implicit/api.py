@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .adjoints import Adjoint, Implicit
-from .equation import Equation, RowNorm
+from .dispatch import run
+from .equation import RowNorm
 from .iterate import Progress
-from .problem import (
-    Function,
-    Params,
-    argmin_equation,
-    computing_eps,
-    explicit,
-    fixed_point_equation,
-    root_equation,
-)
+from .problem import ARGMIN, FIXED_POINT, ROOT, Function, Params, computing_eps, explicit
 from .report import OnFail
 from .results import Info, WarmStart
 from .settings import Settings
-from .solve import differentiable, find, given
+from .solve import differentiable, given
 from .solvers import Auto, NewtonKrylov, Solver
-from .state import Layout, Tree, layout_of
+from .state import Tree, layout_of
 from .tolerance import Tolerance, euclidean
-
-EquationOf = Callable[[Callable[[Tree], Tree], Layout], Equation]
 
 AUTO = Auto()
 NEWTON = NewtonKrylov()
@@ -88,7 +77,7 @@ def fixed_point(
         1.414214 0.353553 True
     """
     settings = Settings(adjoint, rtol, atol, norm, max_steps, order, on_fail, warm, progress)
-    return _solve(fixed_point_equation, f, x0, args, params, solver, batch_dims, settings)
+    return run(FIXED_POINT, f, x0, args, params, solver, batch_dims, settings)
 
 
 def root(
@@ -123,7 +112,7 @@ def root(
         ['2.000000', '3.000000'] ['0.083333', '0.037037']
     """
     settings = Settings(adjoint, rtol, atol, norm, max_steps, order, on_fail, warm, progress)
-    return _solve(root_equation, g, x0, args, params, solver, batch_dims, settings)
+    return run(ROOT, g, x0, args, params, solver, batch_dims, settings)
 
 
 def argmin(
@@ -157,7 +146,7 @@ def argmin(
         ['0.500000', '1.500000'] ['0.500000', '0.500000']
     """
     settings = Settings(adjoint, rtol, atol, norm, max_steps, order, on_fail, warm, progress)
-    return _solve(argmin_equation, loss, x0, args, params, solver, batch_dims, settings)
+    return run(ARGMIN, loss, x0, args, params, solver, batch_dims, settings)
 
 
 def implicit(
@@ -193,24 +182,6 @@ def implicit(
     eps = computing_eps(layout)
     tolerance = Tolerance(eps**0.5, atol, norm) if rtol is None else settings.tolerance(eps)
     function, listed = explicit(g, params)
-    equation = root_equation(lambda x: function(x, listed, *args), layout)
+    equation = ROOT.equation(lambda x: function(x, listed, *args), layout)
     found = given(equation, layout.flat(solution, "solution").detach(), tolerance)
-    return differentiable(equation, found, tolerance, settings)
-
-
-def _solve(
-    equation_of: EquationOf,
-    f: Function,
-    x0: Tree,
-    args: tuple[Tree, ...],
-    params: Params,
-    solver: Solver,
-    batch_dims: int,
-    settings: Settings,
-) -> tuple[Tree, Info]:
-    layout = layout_of(x0, batch_dims)
-    function, listed = explicit(f, params)
-    equation = equation_of(lambda x: function(x, listed, *args), layout)
-    tolerance = settings.tolerance(computing_eps(layout))
-    found = find(equation, x0, solver, tolerance, settings)
     return differentiable(equation, found, tolerance, settings)

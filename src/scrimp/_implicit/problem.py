@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from .equation import Counts, Equation, ambient_autocast
 from .state import Layout, Tree
@@ -94,17 +94,41 @@ def argmin_equation(loss: Callable[[Tree], Tensor], layout: Layout) -> Equation:
     return Equation(residual, layout, is_fixed_point=False, symmetric=True, merit=merit, counts=counts)
 
 
+def fixed_point_residual(f: Callable[[Tree], Tree], layout: Layout) -> Callable[[Tensor], Tensor]:
+    """f(x) − x, for transforms to differentiate."""
+    return lambda x: layout.flat(f(layout.tree(x))) - x
+
+
+def root_residual(g: Callable[[Tree], Tree], layout: Layout) -> Callable[[Tensor], Tensor]:
+    """g(x), for transforms to differentiate."""
+    return lambda x: layout.flat(g(layout.tree(x)), "g's result")
+
+
+def argmin_residual(loss: Callable[[Tree], Tensor], layout: Layout) -> Callable[[Tensor], Tensor]:
+    """−∇loss(x), for transforms to differentiate."""
+    slope = torch.func.grad(lambda x: loss(layout.tree(x)).sum().to(layout.dtype))
+    return lambda x: -slope(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is asked of a state: the equation under autograd, and its residual under transforms."""
+
+    equation: Callable[[Callable[[Tree], Tree], Layout], Equation]
+    residual: Callable[[Callable[[Tree], Tree], Layout], Callable[[Tensor], Tensor]]
+
+
+FIXED_POINT = Kind(fixed_point_equation, fixed_point_residual)
+ROOT = Kind(root_equation, root_residual)
+ARGMIN = Kind(argmin_equation, argmin_residual)
+
+
 def computing_eps(layout: Layout) -> float:
     """Relative spacing of numbers where f computes: the coarsest of the state's dtypes and autocast's."""
     kind = layout.device.type
     if not torch.is_autocast_enabled(kind):
         return layout.coarsest_eps
     return max(layout.coarsest_eps, torch.finfo(torch.get_autocast_dtype(kind)).eps)
-
-
-def tensors_of(*trees: Tree) -> list[Tensor]:
-    """The tensors in pytrees."""
-    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 
 def _call(f: Callable[[Tree], Tree], x: Tree, context: Callable[[], AbstractContextManager[object]]) -> Tree:

@@ -57,8 +57,8 @@ def report_gradient(info: BackwardInfo, adjoint: Adjoint, layout: Layout, on_fai
     )
     coupled = "" if not layout.batch_shape else "; if samples depend on each other, pass batch_dims=0"
     message = (
-        f"the gradient of {_which(failed, layout)} may be wrong: the adjoint equation has a relative residual "
-        f"of {residual:.1e}, and the estimated error of the gradient is {error:.1e}; {advice}{coupled}"
+        f"the gradient of {_which(failed, layout)} may be wrong: the adjoint equation has a relative "
+        f"residual of {residual:.1e}, the estimated error of the gradient is {error:.1e}; {advice}{coupled}"
     )
     _say(message, GradientWarning, on_fail)
 

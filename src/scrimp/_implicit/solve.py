@@ -13,7 +13,7 @@ from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, iterate, scale_of, start_scale
 from .problem import computing_eps
 from .report import report_curvature, report_solution
-from .results import Info
+from .results import BackwardInfo, Info
 from .settings import Settings
 from .solvers import Solver
 from .state import Tree
@@ -44,46 +44,66 @@ def differentiable(
     equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings
 ) -> tuple[Tree, Info]:
     """The user's state at a solution: re-checked, reported on, and attached to all that it depends on."""
-    adjoint = settings.adjoint
-    assert isinstance(adjoint, Implicit | Phantom | JacobianFree)
-    layout = equation.layout
-    x, at, residual, info = _checked(equation, found, found.polished, tolerance)
+    x, at, info = conclude(equation, found, tolerance, settings)
+    if at is None or not at.depends_on_others():
+        return equation.layout.tree(x), info
+    solve = adjoint_solve(equation, at, x, found.start_scale, tolerance, settings, info.backward_log)
+    return equation.layout.tree(attach(equation, at, x, solve, settings.order)), info
+
+
+def conclude(
+    equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings
+) -> tuple[Tensor, Linearisation | None, Info]:
+    """Re-check a solution where the user will see it, and report what is wrong with it."""
+    x, at, info = _checked(equation, found, found.polished, tolerance)
     if bool((found.solved & ~info.converged.flatten()).any()):
-        x, at, residual, info = _checked(equation, found, found.x, tolerance)
+        x, at, info = _checked(equation, found, found.x, tolerance)
     if settings.warm is not None:
         settings.warm.state = x
-    report_solution(info, layout, settings.on_fail, settings.max_steps)
+    report_solution(info, equation.layout, settings.on_fail, settings.max_steps)
     if equation.symmetric:
-        report_curvature(is_minimum(at or Linearisation(equation, x), x), layout, settings.on_fail)
-    if at is None or not at.depends_on_others():
-        return layout.tree(x), info
-    eps = computing_eps(layout)
-    solve = AdjointSolve(
+        upward = is_minimum(at or Linearisation(equation, x), x)
+        report_curvature(upward, equation.layout, settings.on_fail)
+    return x, at, info
+
+
+def adjoint_solve(
+    equation: Equation,
+    at: Linearisation,
+    x: Tensor,
+    start_scale: Tensor,
+    tolerance: Tolerance,
+    settings: Settings,
+    log: list[BackwardInfo],
+) -> AdjointSolve:
+    """The adjoint equation at a solution, ready for its right-hand sides."""
+    adjoint = settings.adjoint
+    assert isinstance(adjoint, Implicit | Phantom | JacobianFree)
+    return AdjointSolve(
         equation=equation,
         at=at,
         adjoint=adjoint,
-        rtol=adjoint_rtol(adjoint, tolerance.rtol, eps),
+        rtol=adjoint_rtol(adjoint, tolerance.rtol, computing_eps(equation.layout)),
         solution_rtol=tolerance.rtol,
-        forward_error=relative_error(equation, x, residual, found.start_scale),
+        forward_error=relative_error(equation, x, at.residual.detach(), start_scale),
         on_fail=settings.on_fail,
-        log=info.backward_log,
+        log=log,
         warm=settings.warm,
     )
-    return layout.tree(attach(equation, at, x, solve, settings.order)), info
 
 
 def _checked(
     equation: Equation, found: Solution, x: Tensor, tolerance: Tolerance
-) -> tuple[Tensor, Linearisation | None, Tensor, Info]:
+) -> tuple[Tensor, Linearisation | None, Info]:
     """Evaluate the equation at a state as the user will see it: rounded to the state's dtypes."""
     layout = equation.layout
     x = layout.flat(layout.tree(x)).detach()
     at = Linearisation(equation, x) if torch.is_grad_enabled() else None
     residual = equation.evaluate(x) if at is None else at.residual.detach()
-    return x, at, residual, _record(equation, found, x, residual, tolerance)
+    return x, at, record(equation, found, x, residual, tolerance)
 
 
-def _record(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tolerance: Tolerance) -> Info:
+def record(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tolerance: Tolerance) -> Info:
     """The record of a solve, with the residual at the state that is given back."""
     shaped = equation.layout.per_sample
     with torch.no_grad(), no_autocast(x.device):
