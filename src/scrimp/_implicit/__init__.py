@@ -1,0 +1,1 @@
+"""Solutions of equations as differentiable functions of what the equations depend on."""

@@ -1,0 +1,137 @@
+"""The equation to solve, as a residual on flat states, with its evaluations counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .state import Layout
+
+Residual = Callable[[Tensor], Tensor]
+RowNorm = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What solving has cost so far."""
+
+    evaluations: int = 0
+    vjps: int = 0
+    jvps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """``residual(x) = 0`` for a flat state ``x`` of one row for each sample.
+
+    A fixed point of f has the residual f(x) − x, so its residual is also the plain iteration's step.
+
+
+
+    Attributes:
+        residual: Differentiable; runs under the autocast state in which the user called.
+        layout: How the user's state becomes the flat one.
+        is_fixed_point: Whether x + residual(x) is a state in its own right.
+        symmetric: Whether the residual's Jacobian is symmetric (gradients of a loss).
+        merit: What has to go down along a step, one number a sample; None for the residual's norm.
+        counts: Incremented by every evaluation.
+    """
+
+    residual: Residual
+    layout: Layout
+    is_fixed_point: bool
+    symmetric: bool = False
+    merit: Callable[[Tensor], Tensor] | None = None
+    counts: Counts = field(default_factory=Counts)
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        """The residual at x, without a graph."""
+        with torch.no_grad():
+            return self.residual(x)
+
+
+class Linearisation:
+    """Products with the residual's Jacobian at one state, from one recorded evaluation.
+
+    Holds the graph of that evaluation, nothing else; every product walks it again.
+    """
+
+    def __init__(self, equation: Equation, x: Tensor) -> None:
+        self._counts = equation.counts
+        with torch.enable_grad():
+            # The derivative stops at this boundary: walking the graph further never leaves a gradient on x.
+            self._anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+            inside: Tensor = Boundary.apply(x.detach(), self._anchor)  # type: ignore[no-untyped-call]
+            self.residual = equation.residual(inside)
+            self._inside = torch.autograd.graph.get_gradient_edge(inside)
+        self._symmetric = equation.symmetric
+
+    def depends_on_others(self) -> bool:
+        """Whether anything but the state, a parameter or an argument, can receive a gradient."""
+        seen: set[torch.autograd.graph.Node] = set()
+        pending = [self.residual.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable") and node.variable is not self._anchor:
+                return True
+            pending.extend(following for following, _ in node.next_functions)
+        return False
+
+    def transposed(self, v: Tensor) -> Tensor:
+        """Rows of vᵀ·Jacobian."""
+        self._counts.vjps += 1
+        return self._pull(v, create_graph=False)
+
+    def forward(self, w: Tensor) -> Tensor:
+        """Jacobian·w, by differentiating the transposed product, which is linear in its vector."""
+        if self._symmetric:
+            return self.transposed(w)
+        self._counts.jvps += 1
+        with torch.enable_grad():
+            v = torch.zeros_like(w, requires_grad=True)
+            pulled = self._pull(v, create_graph=True)
+            if not pulled.requires_grad:
+                return torch.zeros_like(w)
+            (pushed,) = torch.autograd.grad(pulled, v, w, allow_unused=True)
+        return torch.zeros_like(w) if pushed is None else pushed
+
+    def _pull(self, v: Tensor, *, create_graph: bool) -> Tensor:
+        if not self.residual.requires_grad:
+            return torch.zeros_like(v)
+        (pulled,) = torch.autograd.grad(
+            self.residual, self._inside, v, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        return torch.zeros_like(v) if pulled is None else pulled
+
+
+class Boundary(torch.autograd.Function):
+    """The identity, through which no derivative passes; it requires grad, and so can be differentiated to."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, anchor: Tensor) -> Tensor:
+        """Give x back."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[None, None]:
+        """Stop."""
+        return None, None
+
+
+def ambient_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A factory of contexts that bring back the autocast state of now, for one device type."""
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context for a solver's own arithmetic, which must keep the precision of the state."""
+    return torch.autocast(device.type, enabled=False)

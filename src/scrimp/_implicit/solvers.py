@@ -1,0 +1,101 @@
+"""Which steps are taken towards a solution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .equation import Equation
+from .iterate import Stepper
+from .newton import NewtonStepper
+from .steppers import AndersonStepper, AutoStepper, BroydenStepper, PicardStepper
+
+
+class Solver(Protocol):
+    """A choice of steps."""
+
+    def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
+        """The steps, for one solve from ``x0``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Plain steps if they are fast, then Anderson's, and where those are stuck Broyden's, then Newton's.
+
+    Holds up to 2 · ``depth`` states, 4 · ``depth`` where Anderson's steps are stuck.
+
+    Attributes:
+        depth: How many differences Anderson acceleration may remember on a slow problem.
+    """
+
+    depth: int = 15
+
+    def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
+        """The steps, for one solve from ``x0``."""
+        return AutoStepper(equation, x0, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Picard:
+    """Plain iteration x ← x + damping · (f(x) − x); holds no more than the state. Needs a contraction.
+
+    Attributes:
+        damping: The share of each step that is taken.
+    """
+
+    damping: float = 1.0
+
+    def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
+        """The steps, for one solve from ``x0``."""
+        return PicardStepper(self.damping)
+
+
+@dataclass(frozen=True, slots=True)
+class Anderson:
+    """Anderson acceleration; holds 2 · ``depth`` states.
+
+    Attributes:
+        depth: How many differences of earlier steps are combined.
+        damping: The share of each step's residual that is taken.
+    """
+
+    depth: int = 8
+    damping: float = 1.0
+
+    def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
+        """The steps, for one solve from ``x0``."""
+        return AndersonStepper(x0, self.depth, self.damping)
+
+
+@dataclass(frozen=True, slots=True)
+class Broyden:
+    """Broyden's first method; holds 2 · ``depth`` states.
+
+    Attributes:
+        depth: How many rank-one corrections of the inverse Jacobian are kept.
+    """
+
+    depth: int = 30
+
+    def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
+        """The steps, for one solve from ``x0``."""
+        return BroydenStepper(x0, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class NewtonKrylov:
+    """Newton's method with GMRES on difference quotients and a line search; holds ``restart`` states.
+
+    Attributes:
+        restart: How many basis vectors GMRES holds.
+        max_products: How many evaluations of f the direction of one step may take.
+    """
+
+    restart: int = 30
+    max_products: int = 90
+
+    def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
+        """The steps, for one solve from ``x0``."""
+        return NewtonStepper(equation, self.restart, self.max_products)

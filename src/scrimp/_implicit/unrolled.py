@@ -1,0 +1,133 @@
+"""Derivatives through the steps themselves: recorded, checkpointed, or reversed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import AdjointError
+from .equation import Equation, no_autocast
+from .iterate import Solution, scale_of, start_scale
+from .settings import Settings
+from .tolerance import Tolerance
+
+LeafMap = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
+"""f on flat states, with the tensors it depends on."""
+
+# Reconstructed states may lose this much of a gradient to rounding.
+LARGEST_LOSS = 1e-3
+
+
+def unroll(equation: Equation, start: Tensor, damping: float, steps: int, with_checkpoints: bool) -> Tensor:
+    """The state after so many plain steps, with the graph of all, each recomputed in backward or not."""
+
+    def step(x: Tensor) -> Tensor:
+        return x + damping * equation.residual(x)
+
+    x = start
+    for _ in range(steps):
+        x = checkpoint(step, x, use_reentrant=False) if with_checkpoints else step(x)
+    return x
+
+
+def allowed_steps(coupling: float, dtype: torch.dtype) -> int:
+    """How many reversible steps may be reconstructed before rounding, grown by each, spoils the gradient."""
+    budget, steps = LARGEST_LOSS / torch.finfo(dtype).eps, 0
+    while (1 - coupling) ** (-2 * (steps + 1)) <= budget:
+        steps += 1
+    return steps
+
+
+def reversible(
+    equation: Equation,
+    map_with: LeafMap,
+    leaves: tuple[Tensor, ...],
+    start: Tensor,
+    coupling: float,
+    tolerance: Tolerance,
+    settings: Settings,
+) -> tuple[Tensor, Solution]:
+    """Run the coupled iteration y ← (1−β)y + βf(z), z ← (1−β)z + βf(y) until f(z) is near z."""
+    with torch.no_grad(), no_autocast(start.device):
+        limit = allowed_steps(coupling, start.dtype)
+        steps, y, solution = _run(equation, start, coupling, tolerance, settings, limit)
+    last = _Reversible.apply(map_with, y, solution.x, coupling, steps, *leaves)  # type: ignore[no-untyped-call]
+    return last, solution
+
+
+def _run(
+    equation: Equation, start: Tensor, coupling: float, tolerance: Tolerance, settings: Settings, limit: int
+) -> tuple[int, Tensor, Solution]:
+    y = z = start
+    r = equation.evaluate(z)
+    norm = tolerance.norm(r)
+    scale = start_scale(equation, z, r, tolerance)
+    history, steps = [norm], 0
+    taken = torch.zeros_like(norm, dtype=torch.long)
+    while steps < settings.max_steps:
+        unsolved = norm > tolerance.bound(scale_of(equation, z, r, scale, tolerance), scale)
+        if not bool(unsolved.any()):
+            break
+        if steps == limit:
+            raise AdjointError(
+                f"reversible steps cannot be undone: need (1 − coupling)^(−2 · steps) · eps of at"
+                f" most {LARGEST_LOSS:.0e}, which in {start.dtype} allows {limit} steps at coupling {coupling}, have more to "
+                "take; use a smaller coupling, double precision, a looser rtol, or adjoint=Implicit()"
+            )
+        y = y + coupling * (z + r - y)
+        z = z + coupling * (y + equation.evaluate(y) - z)
+        r = equation.evaluate(z)
+        norm = tolerance.norm(r)
+        history.append(norm)
+        taken += unsolved
+        steps += 1
+    evaluations = torch.full_like(taken, equation.counts.evaluations)
+    never = torch.zeros_like(norm, dtype=torch.bool)
+    return steps, y, Solution(z, z, never, scale, taken, evaluations, torch.stack(history))
+
+
+class _Reversible(torch.autograd.Function):
+    """The coupled iteration as one node, which holds its last two states and what f depends on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, f: LeafMap, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(y, z, *leaves)
+        ctx.f, ctx.beta, ctx.steps = f, beta, steps
+        return z.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        y, z, *leaves = ctx.saved_tensors
+        f, beta = ctx.f, ctx.beta
+        wanted = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        totals = [torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in wanted]
+        y_bar, z_bar = torch.zeros_like(y), gradients[0]
+
+        def pull(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            """f(x), and v times its Jacobian in x; the share of each leaf goes to its total."""
+            with torch.enable_grad():
+                point = x.detach().requires_grad_()
+                image = f(point, tuple(wanted))
+                inputs = [point, *(leaf for leaf in wanted if leaf.requires_grad)]
+                pulled = torch.autograd.grad(image, inputs, v, allow_unused=True)
+            shares = iter(pulled[1:])
+            for total in totals:
+                if total is not None and (share := next(shares)) is not None:
+                    total += share
+            return image.detach(), torch.zeros_like(v) if pulled[0] is None else pulled[0]
+
+        for _ in range(ctx.steps):
+            image, back = pull(y, beta * z_bar)
+            z = (z - beta * image) / (1 - beta)
+            y_bar, z_bar = y_bar + back, (1 - beta) * z_bar
+            image, back = pull(z, beta * y_bar)
+            y = (y - beta * image) / (1 - beta)
+            z_bar, y_bar = z_bar + back, (1 - beta) * y_bar
+        return None, None, None, None, None, *totals

@@ -1,0 +1,128 @@
+"""Memory does not grow with the number of steps."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import scrimp
+from scrimp.adjoints import Implicit
+from scrimp.solvers import Anderson, BiCGSTAB, Picard
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that were made inside and are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone(_, key=key, size=size) -> None:
+            self.live -= size
+            self._seen.pop(key, None)
+
+        self._seen[key] = weakref.ref(storage, gone)
+
+
+class Block(nn.Module):
+    """A residual block four times wider inside than its state, and a contraction."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(n, 4 * n), nn.Linear(4 * n, n)
+
+    def forward(self, x, p):
+        """The next state."""
+        return torch.tanh(p + 0.3 * self.narrow(torch.nn.functional.gelu(self.wide(x))))
+
+
+def test_live_bytes_counts_storages_once():
+    """Views count nothing, and what is dropped is subtracted."""
+    with LiveBytes() as memory:
+        a = torch.zeros(100)
+        b = a.view(10, 10)
+        assert memory.live == 400
+        del a, b
+        assert memory.live == 0
+        assert memory.peak == 400
+
+
+def solver_peak(steps: int, solver, adjoint) -> int:
+    """Peak bytes of forward and backward with exactly this many steps of a map without a fixed point."""
+    block, p = Block(128), torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    drift = torch.linspace(0.5, 1.0, 128)
+    options = {"batch_dims": 1, "solver": solver, "adjoint": adjoint, "on_fail": "ignore", "max_steps": steps}
+    with LiveBytes() as memory:
+        x, info = scrimp.fixed_point(lambda x: x + block(x, p) + 2 * drift, torch.zeros(64, 128), **options)
+        assert int(info.steps.max()) == steps
+        x.square().sum().backward()
+    return memory.peak
+
+
+def unrolled_peak(steps: int) -> int:
+    """Peak bytes of forward and backward through a plain loop."""
+    block, p = Block(32), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    with LiveBytes() as memory:
+        x = torch.zeros(64, 32)
+        for _ in range(steps):
+            x = block(x, p)
+        x.square().sum().backward()
+    return memory.peak
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson()])
+def test_peak_is_flat_from_ten_to_a_hundred_steps(solver):
+    """Ten times the steps take at most five per cent more memory, whatever the solver."""
+    adjoint = Implicit(BiCGSTAB(max_products=20))
+    assert solver_peak(100, solver, adjoint) <= 1.05 * solver_peak(10, solver, adjoint)
+
+
+def test_peak_is_a_quarter_of_an_unrolled_loop():
+    """The default solver and adjoint need at most a quarter of thirty recorded steps."""
+    block, p = Block(32), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    with LiveBytes() as memory:
+        x, info = scrimp.fixed_point(block, torch.zeros(64, 32), p, batch_dims=1)
+        x.square().sum().backward()
+    assert info.all_converged
+    assert memory.peak <= 0.25 * unrolled_peak(30)
+
+
+def left_after_backward(make) -> int:
+    """Bytes that live on when a result is dropped after its backward."""
+    block, p = Block(32), torch.randn(64, 32)
+    for parameter in block.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as memory:
+        x = make(block, p)
+        x.square().sum().backward()
+        del x
+        return memory.live
+
+
+def test_nothing_stays_after_backward():
+    """When the solution is dropped after backward, no more stays than after one evaluation of f."""
+    ours = left_after_backward(lambda f, p: scrimp.fixed_point(f, torch.zeros(64, 32), p, batch_dims=1)[0])
+    assert ours == left_after_backward(lambda f, p: f(torch.zeros(64, 32), p))
