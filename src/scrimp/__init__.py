@@ -11,6 +11,7 @@ from scrimp._session import Session, session
 from scrimp._solve import frontier, plan
 from scrimp._statistics import Statistics, Tally
 from scrimp._trace import Trace
+from scrimp._tracing import trace
 from scrimp.errors import BudgetError, ScrimpError
 
 __version__ = "0.1.0"
@@ -46,4 +47,5 @@ __all__ = [
     "root",
     "session",
     "solvers",
+    "trace",
 ]

@@ -190,6 +190,9 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         and value.scope in around
         and (value.handles or (value.boundary and value.demand))
     ]
+    for value in wanted:
+        value.passes -= 1
+    wanted = [value for value in wanted if value.passes < 0 or (value is replay.target and value.handles > 1)]
     # Backward goes from the end to the beginning: of what does not all fit, the latest is needed first.
     wanted.sort(key=lambda value: (value is replay.target, value.call.sequence if value.call else 0), reverse=True)
     room = {scope: scope.room() for scope in around}

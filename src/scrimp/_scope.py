@@ -59,6 +59,7 @@ class Scope:
         self.control.decided += 1
         value.decided = True
         value.pinned = not self.control.enabled or self.control.policy.decide(Candidate(value)) is not DROP
+        value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
         value.move_to(self)
 
     # -- evicting ---------------------------------------------------------------------------------------------------

@@ -118,6 +118,8 @@ class Value:
     decided = False
     number = -1
     """How many values of its session were decided before it."""
+    passes = 0
+    """How many replays may still compute it without retaining it."""
     pinned = False
     """The policy decided to keep it: it is held whenever it is demanded."""
     state = State.ABSENT

@@ -25,6 +25,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from scrimp._cost import replay_seconds
+from scrimp._plan import Drop, Plan
+from scrimp._trace import Trace
 from scrimp._value import Value
 from scrimp.errors import PolicyError
 
@@ -99,6 +101,10 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def decide(self, value: Candidate) -> Decision:
         """Answer for a value that autograd saves for the first time."""
+
+    def passes(self, value: Candidate) -> int:
+        """Say how many replays may compute a dropped value and let it go again before one retains it."""
+        return 0
 
     def worth(self, value: Candidate) -> float:
         """Say how much a kept value is worth; over the budget, the least worthy is evicted first."""
@@ -217,6 +223,46 @@ class Online(Policy):
     def worth(self, value: Candidate) -> float:
         """Time per byte, or age."""
         return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
+
+
+@final
+class Planned(Policy):
+    """Do what a plan says.
+
+    A step that does something else than the traced one is noticed at the first value that differs. From there on all is
+    kept, so that the step stays right, and :attr:`departed` says at which value that was.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        if plan.fingerprint != trace.fingerprint():
+            raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
+        asked = dict.fromkeys(value for op in trace.ops for value in op.saves)
+        self._expected = [value for value in asked if trace.ops[trace.values[value].op or 0].replayable]
+        self._trace = trace
+        self._plan = plan
+        self.departed: int | None = None
+        """The index of the first value that is not the traced step's, if there was one."""
+
+    def __repr__(self) -> str:
+        return f"Planned({self._plan})"
+
+    def decide(self, value: Candidate) -> Decision:
+        """Look the value up in the plan."""
+        return DROP if isinstance(self._decision(value), Drop) else KEEP
+
+    def passes(self, value: Candidate) -> int:
+        """Look the value up in the plan."""
+        decision = self._decision(value)
+        return decision.passes if isinstance(decision, Drop) else 0
+
+    def _decision(self, value: Candidate) -> object:
+        if self.departed is None:
+            index = value.index % len(self._expected) if self._expected else 0
+            traced = self._trace.values[self._expected[index]] if self._expected else None
+            if traced and traced.nbytes == value.nbytes and self._trace.ops[traced.op or 0].name == value.name:
+                return self._plan.decisions.get(self._expected[index])
+            self.departed = value.index
+        return None
 
 
 @final
