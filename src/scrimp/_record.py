@@ -164,7 +164,7 @@ class Recorder:
             if kind is Kind.RESTORAGE:
                 self._before_write(args[0])
             else:
-                self.find(args[0]).forget_birth()
+                self.find(args[0]).reshaped_through(args[0])
         result = func(*args, **kwargs)
         if kind is Kind.RESTORAGE:
             self._adopt(args[0], external=False)

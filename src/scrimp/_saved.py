@@ -117,7 +117,7 @@ class Hooks:
                 return packed.together(self.unpack)
             case Whole(tensor=tensor, version=version):
                 if tensor._version != version:
-                    raise SavedChangedError(saved_changed(f"a {tensor.layout} tensor of shape {list(tensor.shape)}"))
+                    raise SavedChangedError(saved_changed(f"a {tensor.layout} tensor of {tensor.dtype}"))
                 return tensor
         value = packed.value
         with packed.recorder:

@@ -139,9 +139,13 @@ class Value:
         ``seen``: the highest of any tensor that was seen to look at the storage; some views count on their own."""
         self.born: Callable[[], Tensor | None] = weakref.ref(tensor)
 
-    def forget_birth(self) -> None:
-        """Stop taking the tensor object that it was born as for a look at it."""
+    def reshaped_through(self, tensor: Tensor) -> None:
+        """Take note that a tensor object is about to look in another way at the storage, which counts as a write."""
         self.born = _gone
+        version = tensor._version
+        self.seen = max(self.seen, version + 1)
+        if self.witness is not None and self.witness._version == version == self.version:
+            self.version += 1
 
     def hold(self, tensor: Tensor, witness: Tensor) -> None:
         """Keep the content alive; ``witness`` shares the version counter of those who might change it."""

@@ -242,6 +242,19 @@ def test_geometry_changed_in_place() -> None:
     assert_same_gradients(step)
 
 
+def test_geometry_changed_in_place_after_a_replay_source_was_noted() -> None:
+    """Such a change counts as a write for autograd; to a replay it is none."""
+
+    def step(x: Tensor) -> Tensor:
+        y = (x * 2).detach()
+        first = (x + y).exp()
+        with torch.no_grad():
+            y.transpose_(0, 1)
+        return (first * y.t()).sin()
+
+    assert_same_gradients(step)
+
+
 def test_storage_swapped_or_resized() -> None:
     """``set_`` and ``resize_`` put other memory under a tensor object."""
 
