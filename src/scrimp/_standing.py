@@ -13,9 +13,16 @@ __all__ = ["Standing", "name_moment", "standing"]
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Something that takes bytes at a moment."""
+    """Something that takes bytes at a moment.
+
+    Attributes:
+        name: the operator that made it, or what it is.
+        module: the module it was made in; empty where there is none.
+        nbytes: its bytes, with everything else of the same name and module.
+    """
 
     name: str
+    module: str
     nbytes: int
 
 
@@ -41,15 +48,16 @@ def name_moment(trace: Trace, moment: int) -> str:
 
 def standing(trace: Trace, timeline: Timeline, moment: int) -> tuple[Standing, ...]:
     """Everything on the device during a moment, largest first; it adds up to the timeline's level there."""
-    parts: Counter[str] = Counter()
+    parts: Counter[tuple[str, str]] = Counter()
     for part in trace.resident:
-        parts[part.name] += part.nbytes
+        parts[part.name, ""] += part.nbytes
     for span in timeline.spans:
         if span.after < moment <= span.until:
-            parts[_value(trace, span.value)] += trace.values[span.value].nbytes
-    parts["gradients and other memory of backward"] += int(timeline.own[moment])
-    parts[f"made there: {name_moment(trace, moment)}"] += int(timeline.levels[moment]) - sum(parts.values())
-    return tuple(Standing(name, nbytes) for name, nbytes in parts.most_common() if nbytes)
+            op = trace.ops[trace.values[span.value].op or 0]
+            parts[op.name, op.module] += trace.values[span.value].nbytes
+    parts["gradients and other memory of backward", ""] += int(timeline.own[moment])
+    parts[f"made there: {name_moment(trace, moment)}", ""] += int(timeline.levels[moment]) - parts.total()
+    return tuple(Standing(*labels, nbytes) for labels, nbytes in parts.most_common() if nbytes)
 
 
 def _value(trace: Trace, value: int) -> str:

@@ -132,6 +132,17 @@ def test_error_names_the_smallest_budget_and_what_stands_there() -> None:
     assert plan(trace, caught.value.smallest).peak <= caught.value.smallest
 
 
+@settings(max_examples=30, deadline=None)
+@given(randoms)
+def test_the_smallest_budget_of_an_error_works(random: Random) -> None:
+    """Whatever budget an error names, planning for it succeeds."""
+    trace = random_trace(random)
+    with pytest.raises(BudgetError) as caught:
+        plan(trace, 1)  # less than what is resident in every random trace
+    assert caught.value.smallest is not None
+    assert plan(trace, caught.value.smallest).peak <= caught.value.smallest
+
+
 def test_a_frontier_needs_two_points() -> None:
     """Fewer are refused."""
     with pytest.raises(ValueError, match="two points"):

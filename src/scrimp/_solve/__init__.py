@@ -5,7 +5,7 @@ from __future__ import annotations
 from .._budget import Budget, format_bytes, parse_budget
 from .._plan import Plan
 from .._simulate import simulate_index
-from .._standing import name_moment, standing
+from .._standing import Standing, name_moment, standing
 from .._trace import Trace
 from ..errors import BudgetError
 from ._planner import Planner, Solution
@@ -44,7 +44,9 @@ def plan(trace: Trace, budget: Budget) -> Plan:
     planner = Planner(trace)
     solution = planner.solve(nbytes)
     if solution is None:
-        raise _infeasible(planner, nbytes)
+        solution = planner.smallest()
+        if solution.peak > nbytes:
+            raise _infeasible(planner, solution, nbytes)
     return _plan(planner, solution, nbytes)
 
 
@@ -96,15 +98,12 @@ def _plan(planner: Planner, solution: Solution, budget: int) -> Plan:
     )
 
 
-def _infeasible(planner: Planner, budget: int) -> BudgetError:
-    smallest, trace = planner.smallest(), planner.facts.trace
+def _infeasible(planner: Planner, smallest: Solution, budget: int) -> BudgetError:
+    trace = planner.facts.trace
     timeline = simulate_index(planner.facts, smallest.decisions)
     moment = timeline.peak_moment
     slower = smallest.seconds / planner.plain.seconds - 1
-    named = [
-        f"  {format_bytes(part.nbytes):>12}  {part.name}"
-        for part in standing(trace, timeline, moment)[:_NAMED]
-    ]
+    named = _largest(standing(trace, timeline, moment))
     return BudgetError(
         f"No plan fits this step into {format_bytes(budget)}. The smallest budget found to work is "
         f"{format_bytes(smallest.peak)} ({smallest.peak} bytes), {slower:+.0%} time. "
@@ -112,3 +111,16 @@ def _infeasible(planner: Planner, budget: int) -> BudgetError:
         "Give at least that budget, or make the step smaller: the batch, the inputs, a loss in chunks.",
         smallest=smallest.peak,
     )
+
+
+def _largest(parts: tuple[Standing, ...]) -> list[str]:
+    """A line for each of the largest things, with what one operator made in many modules in one."""
+    modules: dict[str, list[Standing]] = {}
+    for part in parts:
+        modules.setdefault(part.name, []).append(part)
+    lines = []
+    for name, same in sorted(modules.items(), key=lambda item: -sum(part.nbytes for part in item[1])):
+        where = f" ({same[0].module})" if same[0].module else ""
+        total = format_bytes(sum(part.nbytes for part in same))
+        lines.append(f"  {total:>12}  {name}{where if len(same) == 1 else f' in {len(same)} modules'}")
+    return lines[:_NAMED]

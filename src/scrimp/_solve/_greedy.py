@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -15,10 +15,13 @@ __all__ = ["reduce", "restore"]
 _STILL_LEADS = (
     0.9  # scores that wait are stale and too good; insisting would try all of many equal blocks each time
 )
+_DEEPENED = (
+    64  # values that may be let go once more; long chains, which need more, have schedules of their own
+)
 _LEAST_SECONDS = 1e-12  # a gain below this is the noise of adding floats
 
 
-def reduce(state: Liveness, budget: int, candidates: Iterable[int]) -> bool:
+def reduce(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
     """Drop values until the peak meets the budget or nothing helps; returns whether it does.
 
     What is tried next is what frees most bytes-over-budget, summed over moments, for each second added. The
@@ -48,7 +51,34 @@ def reduce(state: Liveness, budget: int, candidates: Iterable[int]) -> bool:
         state.decide(value, Keep())
         if left < excess:
             heappush(queue, (-score, value))
-    return excess == 0
+    return excess == 0 or _deepen(state, budget, candidates)
+
+
+def _deepen(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
+    """Let dropped values go once more before they are retained, where that helps.
+
+    This reaches what dropping alone cannot: values that a replay computes long before backward asks for them,
+    such as the far end of a skip connection. Returns whether the peak fits.
+    """
+    excess = state.excess(budget)
+    over = state.levels > budget
+    sizes = state.facts.size
+    for value in sorted(candidates, key=lambda value: -sizes[value])[:_DEEPENED]:
+        before = state.decision(value)
+        if not isinstance(before, Drop) or not any(
+            over[start:end].any() for start, end in state.retained(value)
+        ):
+            continue
+        state.decide(value, Drop(before.passes + 1))
+        left = state.excess(budget)
+        if left >= excess:
+            state.decide(value, before)
+            continue
+        excess = left
+        over = state.levels > budget
+        if not excess:
+            return True
+    return False
 
 
 def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]], effort: int) -> bool:

@@ -84,6 +84,10 @@ class Liveness:
         """What the plan says about a decided value."""
         return Drop(self._passes[value]) if value in self._passes else Keep()
 
+    def retained(self, value: int) -> list[tuple[int, int]]:
+        """The half-open ranges of moments over which a dropped value is there after a replay."""
+        return [(after + 1, until + 1) for after, until in self._spans.get(value, ())]
+
     def decide_all(self, decisions: Mapping[int, Decision]) -> None:
         """Change many decisions, re-evaluating each replay once."""
         moments: set[int] = set()

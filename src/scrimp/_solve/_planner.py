@@ -27,11 +27,11 @@ __all__ = ["Planner", "Solution"]
 _CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
 _CHAIN_PAYS = 0.01  # of the step's time: a chain's schedule is looked for when this much may be gained
 _BAND = 10  # longest split in a chain's schedule, at least
-_CELLS = 4000  # about how many subchains to solve: short chains get a wider band
+_CELLS = 2000  # about how many subchains to solve: short chains get a wider band
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, for schedules whose rounded bytes exceed it
 _MENU_BUDGETS = (0.8, 0.6, 0.4, 0.2)  # of the plain peak: whose cuts make the options of the blocks
 _EFFORT = 8000  # replays that a repair, and the search after it, may evaluate
-_SMALLEST_WITHIN = 200  # the smallest peak is searched to half a percent
+_SMALLEST_WITHIN = 100  # the smallest peak is searched to a percent
 _SMALL = 300  # values up to which starting from everything kept is worth its time
 
 
@@ -75,7 +75,7 @@ class Planner:
         if self.plain.peak <= budget:
             return self._keep_all()
         bound = lower_bound(self._cuts, self.plain, budget)
-        best = self._fit(budget, bound)
+        best = self._fit(budget, bound, self._enough(bound))
         if best is None:
             return None
         improve(best, budget, self._values, effort=_EFFORT, enough=self._enough(bound))
@@ -87,7 +87,7 @@ class Planner:
         too_small = lower_bound_of_peak(self._cuts, self.plain) - 1
         while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
             budget = (too_small + best.peak) // 2
-            state = self._fit(budget, lower_bound(self._cuts, self.plain, budget))
+            state = self._fit(budget, lower_bound(self._cuts, self.plain, budget), enough=np.inf)
             if state is None:
                 too_small = budget
             else:
@@ -105,19 +105,20 @@ class Planner:
     def _enough(self, bound: Bound) -> float:
         return self.plain.seconds * (1 + _CLOSE) + bound.added_seconds
 
-    def _fit(self, budget: int, bound: Bound) -> Liveness | None:
+    def _fit(self, budget: int, bound: Bound, enough: float) -> Liveness | None:
+        """The best repaired start; the first that takes no more than ``enough`` seconds ends the search."""
         best: Liveness | None = None
         if np.isinf(bound.added_seconds):
             return None
         for decisions in self._starts(budget, bound):
-            state = self._repair(decisions, budget, self._enough(bound))
+            state = self._repair(decisions, budget, enough)
             if state is not None and (best is None or state.seconds < best.seconds):
                 best = state
-            if best is not None and best.seconds <= self._enough(bound):
+            if best is not None and best.seconds <= enough:
                 return best
-        if best is None or best.seconds > self._enough(bound) + _CHAIN_PAYS * self.plain.seconds:
+        if best is None or best.seconds > enough + _CHAIN_PAYS * self.plain.seconds:
             for decisions in self._schedules(budget):
-                state = self._repair(decisions, budget, self._enough(bound))
+                state = self._repair(decisions, budget, enough)
                 if state is not None and (best is None or state.seconds < best.seconds):
                     best = state
         return best
@@ -139,7 +140,7 @@ class Planner:
     def _schedule(self, nbytes: int) -> Mapping[int, Decision] | None:
         """The chain's schedule, with a wider band where a narrow one finds nothing."""
         band = max(_BAND, _CELLS // len(self._blocks))
-        for width in (band, 2 * band, 4 * band):
+        for width in (band, 2 * band):
             decisions = Rotor(self.facts, self._blocks, self._menus, nbytes, width).decisions()
             if decisions is not None or width >= len(self._blocks):
                 return decisions

@@ -2,9 +2,9 @@
 
 ``C(s, t, m)``: least seconds to run blocks ``s`` to ``t`` forward and backward, with the entry of ``s`` there
 and ``m`` bytes for all else. Either block ``s`` retains one of its options and the entry of ``s + 1``; or
-blocks are passed without retaining anything up to an entry ``p`` that is retained, ``p`` to ``t`` are done, and
-then ``s`` to ``p - 1`` from a new replay. Splits longer than the band hardly ever pay. Bytes are rounded to a
-grid; the simulator judges the outcome in exact bytes.
+blocks are passed without retaining anything up to an entry ``p``, which is retained, ``p`` to ``t`` are done,
+and then ``s`` to ``p - 1`` from a new replay. Splits longer than the band hardly ever pay. Bytes are rounded
+to a grid; the simulator judges the outcome in exact bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._blocks import Block, Menu
 
 __all__ = ["Rotor"]
 
-_COARSE: Final = 512  # points of the grid of bytes that are enough
+_COARSE: Final = 256  # points of the grid of bytes that are enough
 _FINEST: Final = 2048  # and the most, where entries would otherwise round to nothing
 
 
@@ -84,17 +84,18 @@ class Rotor:
         if first == last:
             seconds = np.where(fits, menu.forward, np.inf)
             return _Cell(seconds, np.zeros(len(seconds), dtype=np.int64))
-        rows = []
+        nearest = min(last, first + self._band)
+        table = np.full((len(menu.options) + nearest - first, len(self._bytes)), np.inf)
         following = self._cells[first + 1, last].seconds
-        for _, nbytes, replayed in menu.options:
-            later = _less(following, self._shift(nbytes + self._entry[first + 1]))
-            rows.append(np.where(fits, menu.forward + replayed + later, np.inf))
+        for row, (_, nbytes, replayed) in enumerate(menu.options):
+            _put_shifted(table[row], following, self._shift(nbytes + self._entry[first + 1]))
+            table[row] += np.where(fits, menu.forward + replayed, np.inf)
         passing = 0.0
-        for entry in range(first + 1, min(last, first + self._band) + 1):
+        for row, entry in enumerate(range(first + 1, nearest + 1), start=len(menu.options)):
             passing += self.menus[entry - 1].forward
-            later = _less(self._cells[entry, last].seconds, self._shift(self._entry[entry]))
-            rows.append(passing + later + self._cells[first, entry - 1].seconds)
-        table = np.stack(rows)
+            _put_shifted(table[row], self._cells[entry, last].seconds, self._shift(self._entry[entry]))
+            table[row] += self._cells[first, entry - 1].seconds
+            table[row] += passing
         choice = table.argmin(axis=0)
         return _Cell(np.take_along_axis(table, choice[None], axis=0)[0], choice)
 
@@ -162,10 +163,6 @@ def _quantum(span: int, smallest: int) -> float:
     return smallest / max(1, _COARSE * smallest // span)
 
 
-def _less(seconds: NDArray[np.float64], shift: int) -> NDArray[np.float64]:
-    """What the same takes with ``shift`` points fewer bytes."""
-    if shift == 0:
-        return seconds
-    shifted = np.full_like(seconds, np.inf)
-    shifted[shift:] = seconds[:-shift]
-    return shifted
+def _put_shifted(row: NDArray[np.float64], seconds: NDArray[np.float64], shift: int) -> None:
+    """Into a row of infinities, what takes ``seconds``, but with ``shift`` points fewer bytes."""
+    row[shift:] = seconds[: max(len(seconds) - shift, 0)]
