@@ -40,6 +40,8 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 def look(tensor: Tensor, geometry: Geometry) -> Tensor:
     """Return a tensor of that geometry over the storage of ``tensor``, with no tie to autograd."""
+    if geometry.dtype is tensor.dtype and not (geometry.conj or geometry.neg or tensor.is_conj() or tensor.is_neg()):
+        return tensor.as_strided(geometry.size, geometry.stride, geometry.offset)
     view = torch.empty(0, dtype=geometry.dtype, device=tensor.device)
     view.set_(tensor.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
     if geometry.conj:

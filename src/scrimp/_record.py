@@ -172,6 +172,7 @@ class Recorder:
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
+        self._sequence += 1
         with self:
             try:
                 call = self._note(facts, args, kwargs, written)
@@ -213,7 +214,6 @@ class Recorder:
                 return None
         if _environment.changed_since(self._environment):
             self._environment = _environment.current()
-        self._sequence += 1
         changed = [self.find(tensor) for tensor in written if not _is_among(tensor, blank)]
         return Call(
             facts, noted_args, noted_kwargs, tuple(inputs), tuple(changed), draw, self._environment, self._sequence

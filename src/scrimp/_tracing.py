@@ -298,20 +298,33 @@ def _put_back(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def _finished(first: _Draft, draft: _Draft) -> Trace:
-    overwritten = {value.overwrites for value in draft.values}
+    newest = _newest_versions(draft.values)
     values = []
     for number, value in enumerate(draft.values):
-        death = value.dies_after if number in overwritten else first.values[number].dies_after
+        death = value.dies_after if newest[number] != number else first.values[number].dies_after
         values.append(value if value.op is None else replace(value, dies_after=death))
-    kept = {draft.values[number].op for number in draft.kept_for_good}
-    ops = [
-        replace(
-            op,
-            saves=tuple(value for value in saves if value not in overwritten),
-            replayable=op.replayable and number not in kept,
-        )
-        for number, (op, saves) in enumerate(zip(draft.ops, draft.saves, strict=True))
-    ]
-    events = [event for event in draft.events if isinstance(event, Run) or event.value not in overwritten]
+    ops = [replace(op, saves=()) for op in draft.ops]
+    fixed = {draft.values[number].op for number in draft.kept_for_good}
+    for number, saves in enumerate(draft.saves):
+        for saved in saves:
+            # Of an older version, what autograd saved holds the storage, and so the newest one.
+            last = newest[saved]
+            saved_at = number
+            if last != saved:
+                saved_at = values[last].op or 0
+                fixed.add(saved_at)
+            ops[saved_at] = replace(ops[saved_at], saves=(*ops[saved_at].saves, last))
+    ops = [replace(op, replayable=op.replayable and number not in fixed) for number, op in enumerate(ops)]
+    events = [event if isinstance(event, Run) else replace(event, value=newest[event.value]) for event in draft.events]
     resident = (Resident("parameters, inputs and what else was there before", draft.external_bytes),)
     return Trace(tuple(values), tuple(ops), tuple(events), resident)
+
+
+def _newest_versions(values: Sequence[TracedValue]) -> list[int]:
+    """Return, for each value, the last one that was written into its storage."""
+    newest = list(range(len(values)))
+    for number in reversed(range(len(values))):
+        old = values[number].overwrites
+        if old is not None:
+            newest[old] = newest[number]
+    return newest

@@ -73,6 +73,7 @@ class Call:
         self.draw = draw
         self.environment = environment
         self.sequence = sequence
+        """Which operator of the recording it was, counted from 1."""
         self.outputs: list[weakref.ref[Value]] = []
 
     @property

@@ -56,6 +56,12 @@ class Candidate:
         return self._value.number
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which operator of the session made it, counted from 0, and which of that operator's results it is."""
+        assert self._value.call is not None
+        return self._value.call.sequence - 1, self._value.index
+
+    @property
     def operator(self) -> OpOverload:
         """The ATen operator that made it."""
         assert self._value.call is not None
@@ -229,19 +235,18 @@ class Online(Policy):
 class Planned(Policy):
     """Do what a plan says.
 
-    A step that does something else than the traced one is noticed at the first value that differs. From there on all is
-    kept, so that the step stays right, and :attr:`departed` says at which value that was.
+    A value that the traced step did not have in the same place is kept, so that a step that departs from its plan stays
+    right; :attr:`departed` says that this happened.
     """
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         if plan.fingerprint != trace.fingerprint():
             raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
-        asked = dict.fromkeys(value for op in trace.ops for value in op.saves)
-        self._expected = [value for value in asked if trace.ops[trace.values[value].op or 0].replayable]
         self._trace = trace
         self._plan = plan
-        self.departed: int | None = None
-        """The index of the first value that is not the traced step's, if there was one."""
+        self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
+        self.departed = False
+        """Whether a step did something else than the traced one."""
 
     def __repr__(self) -> str:
         return f"Planned({self._plan})"
@@ -256,12 +261,13 @@ class Planned(Policy):
         return decision.passes if isinstance(decision, Drop) else 0
 
     def _decision(self, value: Candidate) -> object:
-        if self.departed is None:
-            index = value.index % len(self._expected) if self._expected else 0
-            traced = self._trace.values[self._expected[index]] if self._expected else None
-            if traced and traced.nbytes == value.nbytes and self._trace.ops[traced.op or 0].name == value.name:
-                return self._plan.decisions.get(self._expected[index])
-            self.departed = value.index
+        op, _ = value.place
+        number = self._ids.get(value.place)
+        if number is not None:
+            same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
+            if same:
+                return self._plan.decisions.get(number)
+        self.departed = True
         return None
 
 
