@@ -1,8 +1,9 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
 from scrimp._engine.backward import backward
-from scrimp._engine.observe import Cancellation, NodeRun, NodeTotal, Observer, Profile, ProgressBar
+from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
+from scrimp._engine.profile import NodeRun, NodeTotal, Profile
 from scrimp.errors import (
     BackwardCancelledError,
     BackwardError,
