@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
+from scrimp._engine.order import imposed
 
 
 class Tag(torch.autograd.Function):
@@ -181,3 +182,18 @@ def test_memory_order_is_off_by_one_tensor_at_most(random_step: Any) -> None:
             peak_of(lambda seed=seed: random_step(seed).loss, order) for order in ("memory", "torch")
         )
         assert ours <= theirs + 64, seed
+
+
+def test_half_an_order_is_none() -> None:
+    """Where one node's number cannot be set, no node's is: the pass has PyTorch's order."""
+
+    class Unnumbered:
+        pass
+
+    loss = two_branches([])
+    before = loss.grad_fn._sequence_nr()
+    with imposed([loss.grad_fn, Unnumbered()]):  # type: ignore[list-item]
+        assert loss.grad_fn._sequence_nr() == before
+    with imposed([loss.grad_fn]):
+        assert loss.grad_fn._sequence_nr() != before
+    assert loss.grad_fn._sequence_nr() == before
