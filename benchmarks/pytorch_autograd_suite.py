@@ -62,6 +62,8 @@ def _outcomes(checkout: Path, order: str, only: str | None) -> dict[str, str]:
         ]
         command += [
             "-p",
+            "no:logging",
+            "-p",
             "no:cacheprovider",
             "-p",
             "no:xdist",

@@ -83,6 +83,8 @@ class _Builder:
         for index in range(self.size):
             self.pool.append(self._fault() if index == self.fault_at else self._operator(index))
         ends = self.random.sample(self.pool, min(len(self.pool), self.random.randint(1, 5)))
+        if self.fault_at >= 0:
+            ends.append(self.pool[len(self.leaves) + self.fault_at])
         loss = sum((end.sum() for end in ends), self.pool[-1].sum())
         return Step(self.leaves, loss, self.retained, self.log)
 

@@ -45,8 +45,9 @@ def backward(
         create_graph: Record the pass itself, for higher derivatives.
         order: In which order nodes that are ready run: ``"torch"`` (the latest forward operator first),
             ``"depth-first"`` (finish a branch before beginning the next), ``"memory"`` (free the most first,
-            where the predicted peak is lower for it), or a function of a node: the highest value first.
-            Where a node's order cannot be set (custom Functions in some PyTorch versions) it is ``"torch"``.
+            where that lowers the predicted peak by a tenth), or a function of a node: the highest value
+            first. Where a node's order cannot be set (custom Functions in some PyTorch versions) it is
+            ``"torch"``.
         observer: Watches the pass; see :class:`Profile`, :class:`ProgressBar` and :class:`Cancellation`.
         on_leaf_grad_ready: Called as ``on_leaf_grad_ready(leaf, leaf.grad)``, once for every leaf that
             received a gradient, as soon as nothing more can arrive in this pass. It may step an optimizer and

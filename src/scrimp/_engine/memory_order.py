@@ -45,11 +45,19 @@ class Sizes:
     holders: Counter[int]
 
 
-def memory_order(graph: Graph, others: Sequence[list[Node]]) -> list[Node]:
-    """The order with the lowest predicted peak among ``others`` and the greedy one; of equals, the first."""
+# Sizes are read off the nodes, and a node's own temporaries are not among them: smaller gains may not be
+# real.
+_LEAST_GAIN = 0.1
+
+
+def memory_order(graph: Graph, usual: list[Node], other: list[Node]) -> list[Node]:
+    """Of ``other`` and the greedy order the one with the lower predicted peak, if it gains enough."""
     sizes = measure(graph)
-    orders = [*others, _greedy(graph, sizes)]
-    return min(orders, key=lambda order: predicted_peak(order, graph, sizes))
+    peak, best = min(
+        ((predicted_peak(order, graph, sizes), order) for order in (other, _greedy(graph, sizes))),
+        key=lambda pair: pair[0],
+    )
+    return best if peak < (1 - _LEAST_GAIN) * predicted_peak(usual, graph, sizes) else usual
 
 
 def measure(graph: Graph) -> Sizes:

@@ -37,7 +37,7 @@ def plan_order(graph: Graph, order: Order) -> list[Node] | None:
         case "depth-first":
             return depth_first(graph)
         case "memory":
-            return memory_order(graph, [torch_order(graph), depth_first(graph)])
+            return memory_order(graph, torch_order(graph), depth_first(graph))
         case _ if callable(order):
             return by_priority(graph, order)
         case _:
