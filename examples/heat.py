@@ -1,10 +1,10 @@
-"""How conductive is a rod? Nonlinear heat conduction, solved by ``scrimp.root`` and fitted through its solution.
+"""How conductive is a rod? Nonlinear heat conduction, solved by ``scrimp.root``, fitted to a measurement.
 
 The temperature u of a rod that is heated along its length and held at zero at both ends satisfies
 
     d/ds ( k(u) du/ds ) + q(s) = 0,   k(u) = a + b u².
 
-From a temperature profile that was measured the constants a and b are found, by gradients through the solution.
+From a temperature profile that was measured, a and b are found by gradients through the solution.
 
     python examples/heat.py
 """

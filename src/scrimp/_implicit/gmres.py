@@ -16,7 +16,7 @@ Apply = Callable[[Tensor], Tensor]
 # A basis grows by blocks of this many vectors: no copies of old ones, few small products.
 BLOCK = 8
 # A vector that loses this share of its length to the basis has lost digits too, and is orthogonalised again.
-LOSS = 0.1
+LOSS = 0.5
 # Arnoldi's matrix is kept up to this size for estimates of eigenvalues: extreme ones appear first.
 KEPT = 16
 
