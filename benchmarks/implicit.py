@@ -120,7 +120,7 @@ def torch_run(
     found = p.grad[:CHECKED].double()
     error = float((found - layer.exact).norm() / layer.exact.norm())
     said = any("scrimp" in w.category.__module__ for w in caught)
-    # The pass that carries the gradient on to the parameters is one that every method makes, and counts in none.
+    # The pass that carries the gradient on to the parameters is made by every method, and counts in none.
     return Outcome(seconds, f"{counts[0]}/{counts[1] - 1}", error, said)
 
 
@@ -231,7 +231,8 @@ def main() -> None:
             last, ratio = runs[-1], times[name] / times["scrimp Auto"]
             note = "  warned" if last.said else ""
             print(
-                f"  {name:24} {last.evaluations:>9} {last.error:8.1e} {times[name]:7.3f} s {ratio:6.2f}×{note}"
+                f"  {name:24} {last.evaluations:>9} {last.error:8.1e} {times[name]:7.3f} s {ratio:6.2f}×"
+                + note
             )
 
 
