@@ -344,6 +344,13 @@ def test_impossible_tolerance_is_named():
     assert info.rtol > 1e-12
 
 
+def test_warning_points_at_the_caller():
+    """The warning about a solution names the file that asked for it."""
+    with pytest.warns(ConvergenceWarning) as caught:
+        scrimp.fixed_point(lambda x: x + 1, torch.zeros(2))
+    assert caught[0].filename == __file__
+
+
 def test_on_fail_raise():
     """Failures raise where that was asked for, forward and backward."""
     with pytest.raises(ConvergenceError, match="did not converge"):

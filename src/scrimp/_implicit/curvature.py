@@ -109,10 +109,10 @@ def jacobian_penalty(
     samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Hutchinson's estimate of the squared Frobenius norm of f's Jacobian over its size, to be added to a loss.
+    """Hutchinson's estimate of f's Jacobian's squared Frobenius norm over its size, to add to a loss.
 
-    Keeps a fixed point easy to find while its layer is trained. Differentiable with respect to all that f depends
-    on and x; f must be differentiable twice.
+    Keeps a fixed point easy to find while its layer is trained. Differentiable with respect to x and all that
+    f depends on; f must be differentiable twice.
 
     Args:
         f: Gives the next state from a state and ``args``.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .anderson import products
 from .tolerance import euclidean
 
 Apply = Callable[[Tensor], Tensor]
@@ -144,14 +145,13 @@ class Krylov:
         torch.mul(vector, inverse.to(vector.dtype).unsqueeze(1), out=self.last())
 
     def _orthogonal(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        column = vector.unsqueeze(2)
         filled = self.size + 1
         views = [b[:, : min(b.shape[1], filled - BLOCK * i)] for i, b in enumerate(self.blocks)]
-        weights = [torch.bmm(view, column) for view in views]
+        weights = [products(vector, view) for view in views]
         rest = vector.unsqueeze(1)
         for view, weight in zip(views, weights, strict=True):
-            rest = torch.baddbmm(rest, weight.mT, view, alpha=-1)
-        return rest.squeeze(1), torch.cat(weights, dim=1).squeeze(2).double()
+            rest = torch.baddbmm(rest, weight, view, alpha=-1)
+        return rest.squeeze(1), torch.cat(weights, dim=2).squeeze(1).double()
 
 
 class _Cycle:

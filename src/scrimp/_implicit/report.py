@@ -91,4 +91,5 @@ def _which(failed: Tensor, layout: Layout) -> str:
 def _say(message: str, category: type[Warning], on_fail: OnFail) -> None:
     if on_fail == "raise":
         raise ConvergenceError(message)
-    warnings.warn(message, category, stacklevel=5)
+    # Through this package's frames to the line of the user's that called it; backward has no such line.
+    warnings.warn(message, category, stacklevel=7 if category is ConvergenceWarning else 2)

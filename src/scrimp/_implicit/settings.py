@@ -51,6 +51,6 @@ class Settings:
                 f"rtol must be at least {floor:.1e} where numbers are {eps:.1e} apart; have {self.rtol:.1e}; "
                 f"going on with {floor:.1e}; for more, compute in a wider dtype",
                 ConvergenceWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return Tolerance(max(self.rtol, floor), self.atol, self.norm)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .anderson import AndersonHistory
+from .anderson import AndersonHistory, products
 from .equation import Equation
 from .iterate import Stepper
 from .newton import NewtonStepper
@@ -24,8 +24,8 @@ LAST_STAGE = 3
 CAREFUL = 0.4
 # How many first states are kept, so that acceleration need not begin with nothing.
 REMEMBERED = 4
-# An accelerated iteration that does not halve its residual in so many steps is stuck.
-PATIENCE = 20
+# An accelerated iteration that leaves this share of its residual after so many steps is stuck.
+STUCK, PATIENCE = 0.8, 20
 # A stuck residual this near to rounding will not be improved by a better method.
 ROUNDING = 100.0
 
@@ -141,8 +141,8 @@ class BroydenStepper:
         used = min(self._pushed, self._depth)
         if not used:
             return -vector
-        weights = torch.bmm(right[:, :used], vector.unsqueeze(2))
-        return torch.bmm(weights.mT, left[:, :used]).squeeze(1) - vector
+        weights = products(vector, right[:, :used])
+        return torch.bmm(weights, left[:, :used]).squeeze(1) - vector
 
     def _push(self, dx: Tensor, dr: Tensor) -> None:
         image = self._inverse(self._left, self._right, dr)
@@ -239,7 +239,7 @@ class AutoStepper:
 
 
 class _Watch:
-    """Notices samples that have not halved their least residual within a number of steps."""
+    """Notices samples whose least residual hardly fell within a number of steps."""
 
     def __init__(self) -> None:
         self._best: Tensor | None = None
@@ -254,6 +254,6 @@ class _Watch:
         self._since += 1
         if self._since < PATIENCE:
             return torch.zeros_like(norm, dtype=torch.bool)
-        stuck = (self._best > self._mark / 2) & (self._best > bound)
+        stuck = (self._best > STUCK * self._mark) & (self._best > bound)
         self._since, self._mark = 0, self._best
         return stuck

@@ -101,7 +101,7 @@ def refuse_hidden(function: Callable[[Tree, Leaves], Tree], state: Tree, leaves:
     for result in pytree.tree_leaves(function(state, constants)):
         if _has_tangent(result) or _requires_grad_somewhere(result):
             raise AdjointError(
-                "f closes over a tensor that is differentiated, which transforms of torch.func cannot follow: "
+                "f closes over a tensor that is differentiated, which torch.func's transforms cannot follow: "
                 "give it as one of args or params, a module as params"
             )
 

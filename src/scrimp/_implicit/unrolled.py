@@ -74,9 +74,9 @@ def _run(
             break
         if steps == limit:
             raise AdjointError(
-                f"reversible steps cannot be undone: need (1 − coupling)^(−2 · steps) · eps of at"
-                f" most {LARGEST_LOSS:.0e}, which in {start.dtype} allows {limit} steps at coupling {coupling}, have more to "
-                "take; use a smaller coupling, double precision, a looser rtol, or adjoint=Implicit()"
+                f"cannot undo so many steps: need (1 − coupling)^(−2 · steps) · eps ≤ {LARGEST_LOSS:.0e}, "
+                f"which in {start.dtype} allows {limit} steps at coupling {coupling}, have more to take; "
+                "use a smaller coupling, double precision, a looser rtol, or adjoint=Implicit()"
             )
         y = y + coupling * (z + r - y)
         z = z + coupling * (y + equation.evaluate(y) - z)
