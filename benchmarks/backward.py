@@ -105,9 +105,7 @@ def nodes(console: Console) -> None:
     step = chain(length)
     found = medians({name: lambda run=run: backward_seconds(step, run) for name, run in WAYS.items()}, 21)
     plain = found["loss.backward()"]
-    table = Table(
-        "way", "µs a node", "over plain, µs a node", title=f"a chain of {length} nodes of 8 elements"
-    )
+    table = Table("way", "µs a node", "over plain, µs a node", title=f"a chain of {length} nodes of 8 elements")
     for name, seconds in found.items():
         table.add_row(name, f"{seconds / length * 1e6:.2f}", f"{(seconds - plain) / length * 1e6:+.2f}")
     console.print(table)
@@ -116,9 +114,7 @@ def nodes(console: Console) -> None:
 def models(console: Console) -> None:
     table = Table("model", "plain, ms", *list(WAYS)[1:], title="backward: time over loss.backward()")
     for name, step in model_steps().items():
-        found = medians(
-            {way: lambda run=run, s=step: backward_seconds(s, run) for way, run in WAYS.items()}, 15
-        )
+        found = medians({way: lambda run=run, s=step: backward_seconds(s, run) for way, run in WAYS.items()}, 15)
         plain = found["loss.backward()"]
         ratios = [f"{found[way] / plain:.3f}" for way in list(WAYS)[1:]]
         table.add_row(name, f"{plain * 1e3:.1f}", *ratios)
@@ -183,9 +179,7 @@ def peak(step: Step, run: Backward) -> int:
 def memory(console: Console) -> None:
     steps = model_steps() | {"16 heads, one by one": heads(False), "16 heads, in sweeps": heads(True)}
     ways = {name: WAYS[name] for name in ("loss.backward()", 'order="depth-first"', 'order="memory"')}
-    table = Table(
-        "step", *[f"{name}, MB" for name in ways], "memory / plain", title="peak of backward, live bytes"
-    )
+    table = Table("step", *[f"{name}, MB" for name in ways], "memory / plain", title="peak of backward, live bytes")
     for name, step in steps.items():
         for run in ways.values():  # once unmeasured, so that .grad exists everywhere
             run(step())
@@ -200,8 +194,7 @@ def branch_sets() -> dict[str, tuple[list[nn.Module], Tensor]]:
 
     def mlps(count: int, width: int) -> list[nn.Module]:
         return [
-            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
-            for _ in range(count)
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()) for _ in range(count)
         ]
 
     layers = [nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True) for _ in range(8)]
@@ -213,9 +206,7 @@ def branch_sets() -> dict[str, tuple[list[nn.Module], Tensor]]:
     }
 
 
-def step_seconds(
-    run: Callable[..., list[Tensor]], branches: list[nn.Module], x: Tensor, threads: int
-) -> float:
+def step_seconds(run: Callable[..., list[Tensor]], branches: list[nn.Module], x: Tensor, threads: int) -> float:
     """Seconds of a forward and a backward pass."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
@@ -237,8 +228,7 @@ def parallel(console: Console) -> None:
     for name, (branches, data) in branch_sets().items():
         x = data.requires_grad_()
         ways: dict[str, Callable[[], float]] = {
-            f"serial {count}": lambda c=count, b=branches, x=x: step_seconds(serially, b, x, c)
-            for count in counts
+            f"serial {count}": lambda c=count, b=branches, x=x: step_seconds(serially, b, x, c) for count in counts
         }
         forced = lambda branches, x: scrimp.parallel(branches, x, workers=cores)  # noqa: E731
         ways["forced"] = lambda b=branches, x=x, run=forced: step_seconds(run, b, x, 1)
@@ -252,7 +242,7 @@ def parallel(console: Console) -> None:
 
 def main() -> None:
     console = Console(width=160)
-    warnings.simplefilter("ignore", scrimp.StackableBranchesWarning)
+    warnings.simplefilter("ignore", scrimp.errors.StackableBranchesWarning)
     cores = torch.get_num_threads()
     console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {cores} cores")
     parts = {"nodes": nodes, "models": models, "memory": memory, "parallel": parallel}

@@ -92,9 +92,7 @@ def dense_solution(W: Tensor, U: Tensor, b: Tensor, p: Tensor) -> Tensor:
     return x
 
 
-def torch_run(
-    layer: Layer, solve: Callable[[Callable[[Tensor], Tensor], Tensor], tuple[Tensor, object]]
-) -> Outcome:
+def torch_run(layer: Layer, solve: Callable[[Callable[[Tensor], Tensor], Tensor], tuple[Tensor, object]]) -> Outcome:
     """Time a solver that takes f and x0; counts calls of f, and of backward through it."""
     W, U, b, p = (t.clone().requires_grad_() for t in (layer.W, layer.U, layer.b, layer.p))
     counts = [0, 0]
@@ -201,9 +199,7 @@ def jax_methods() -> dict[str, Callable[[Layer], Outcome]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=512)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
@@ -215,9 +211,7 @@ def main() -> None:
         methods |= torchdeq_methods()
     if options.jax and importlib.util.find_spec("jaxopt") and importlib.util.find_spec("optimistix"):
         methods |= jax_methods()
-    print(
-        f"{platform.machine()}, torch {torch.__version__}, one thread, n={options.n}, batch={options.batch}"
-    )
+    print(f"{platform.machine()}, torch {torch.__version__}, one thread, n={options.n}, batch={options.batch}")
     for spectrum, radius in COLUMNS:
         layer = make_layer(spectrum, radius, options.n, options.batch)
         outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
@@ -230,10 +224,7 @@ def main() -> None:
         for name, runs in outcomes.items():
             last, ratio = runs[-1], times[name] / times["scrimp Auto"]
             note = "  warned" if last.said else ""
-            print(
-                f"  {name:24} {last.evaluations:>9} {last.error:8.1e} {times[name]:7.3f} s {ratio:6.2f}×"
-                + note
-            )
+            print(f"  {name:24} {last.evaluations:>9} {last.error:8.1e} {times[name]:7.3f} s {ratio:6.2f}×" + note)
 
 
 if __name__ == "__main__":

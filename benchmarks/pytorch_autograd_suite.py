@@ -101,17 +101,13 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--order", default="torch", choices=["torch", "depth-first", "memory"])
     parser.add_argument("--only", help="a pytest -k expression")
     arguments = parser.parse_args()
     if not (arguments.checkout / "test" / "test_autograd.py").is_file():
-        sys.exit(
-            f"{arguments.checkout} needs to be a PyTorch checkout with test/test_autograd.py, and is not."
-        )
+        sys.exit(f"{arguments.checkout} needs to be a PyTorch checkout with test/test_autograd.py, and is not.")
     plain = _outcomes(arguments.checkout, "", arguments.only)
     ours = _outcomes(arguments.checkout, arguments.order, arguments.only)
     for title, outcomes in (("plain", plain), ("scrimp", ours)):

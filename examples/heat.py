@@ -33,9 +33,7 @@ def imbalance(u: Tensor, constants: Tensor) -> Tensor:
 
 def temperature(constants: Tensor, warm: scrimp.solvers.WarmStart) -> Tensor:
     """The steady temperature, differentiable in the constants; starts from the last one."""
-    u, _ = scrimp.root(
-        imbalance, torch.zeros(CELLS - 1, dtype=torch.float64), constants, warm=warm, on_fail="raise"
-    )
+    u, _ = scrimp.root(imbalance, torch.zeros(CELLS - 1, dtype=torch.float64), constants, warm=warm, on_fail="raise")
     return u
 
 

@@ -3,8 +3,9 @@
 from scrimp import adjoints, errors, jacobian, planning, policy, solvers
 from scrimp._checkpoint import checkpoint
 from scrimp._engine.backward import backward
-from scrimp._engine.observe import Cancellation, NodeRun, NodeTotal, Observer, Profile, ProgressBar
+from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
+from scrimp._engine.profile import NodeRun, NodeTotal, Profile
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
 from scrimp._plan import Plan
 from scrimp._session import Session, session

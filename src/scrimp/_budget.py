@@ -57,8 +57,7 @@ def parse_budget(budget: Budget, capacity: int | None = None) -> int:
 def _fraction(fraction: float, capacity: int | None) -> int:
     if not 0 < fraction <= 1:
         raise BudgetError(
-            f"A float budget is a fraction of the device, above 0 and at most 1; got {fraction!r}. "
-            f"Give {_ACCEPTED}."
+            f"A float budget is a fraction of the device, above 0 and at most 1; got {fraction!r}. Give {_ACCEPTED}."
         )
     if capacity is None:
         raise BudgetError(

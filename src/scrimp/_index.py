@@ -87,9 +87,7 @@ def index(trace: Trace) -> Index:
             case Release(value):
                 releases[value].append(moment)
     replayable = _replayable(trace)
-    decided = tuple(
-        value for value in range(len(values)) if saved_at[value] != NEVER and owner[value] != NEVER
-    )
+    decided = tuple(value for value in range(len(values)) if saved_at[value] != NEVER and owner[value] != NEVER)
     return Index(
         trace=trace,
         moments=end,
@@ -131,8 +129,7 @@ def _replayable(trace: Trace) -> list[bool]:
     replayable: list[bool] = []
     for op in trace.ops:
         lost = any(
-            value in overwritten
-            and (trace.values[value].op is None or not replayable[trace.values[value].op or 0])
+            value in overwritten and (trace.values[value].op is None or not replayable[trace.values[value].op or 0])
             for value in op.reads
         )
         replayable.append(op.replayable and not lost)

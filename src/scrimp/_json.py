@@ -60,9 +60,7 @@ def build(cls: type[T], content: object, where: str, error: Callable[[str], Exce
     if not isinstance(content, dict) or content.keys() != types.keys():
         have = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise error(f"{where}: need the fields {', '.join(types)}; have {have}.")
-    return cls(
-        **{name: convert(kind, content[name], f"{where}.{name}", error) for name, kind in types.items()}
-    )
+    return cls(**{name: convert(kind, content[name], f"{where}.{name}", error) for name, kind in types.items()})
 
 
 @cache

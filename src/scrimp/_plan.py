@@ -155,9 +155,5 @@ class Plan:
 def _decision(item: object, where: str) -> Decision:
     kinds: dict[object, type[Decision]] = {"Keep": Keep, "Drop": Drop, "Store": Store}
     if not isinstance(item, dict) or item.get("decision") not in kinds:
-        raise PlanError(
-            f"{where}: need a decision that is one of {', '.join(map(str, kinds))}; have {item!r}."
-        )
-    return build(
-        kinds[item["decision"]], {key: item[key] for key in item if key != "decision"}, where, PlanError
-    )
+        raise PlanError(f"{where}: need a decision that is one of {', '.join(map(str, kinds))}; have {item!r}.")
+    return build(kinds[item["decision"]], {key: item[key] for key in item if key != "decision"}, where, PlanError)

@@ -47,9 +47,7 @@ def needed_ops(index: Index, target: int, is_present: Callable[[int], bool]) -> 
     return sorted(needed), starts
 
 
-def replay_cost(
-    index: Index, ops: list[int], starts: Container[int], remaining: Container[int]
-) -> ReplayCost:
+def replay_cost(index: Index, ops: list[int], starts: Container[int], remaining: Container[int]) -> ReplayCost:
     """Run ``ops``: each intermediate goes right after its last use, those ``remaining`` stay.
 
     An in-place op moves its input's bytes to its output: the version that it overwrites is never present for

@@ -91,9 +91,7 @@ def simulate(trace: Trace, plan: Plan | Mapping[int, Decision] | None = None) ->
     """
     if isinstance(plan, Plan):
         if plan.fingerprint != trace.fingerprint():
-            raise PlanError(
-                f"The plan is for trace {plan.fingerprint}, this is {trace.fingerprint()}: plan it anew."
-            )
+            raise PlanError(f"The plan is for trace {plan.fingerprint}, this is {trace.fingerprint()}: plan it anew.")
         plan = plan.decisions
     facts = index(trace)
     check_decisions(facts, plan or {})
@@ -105,23 +103,15 @@ def check_decisions(facts: Index, decisions: Mapping[int, Decision]) -> None:
     trace, decided = facts.trace, set(facts.decided)
     for value, decision in decisions.items():
         if value not in decided:
-            raise PlanError(
-                f"value {value} is not saved, or was there before the step: a plan leaves it out."
-            )
+            raise PlanError(f"value {value} is not saved, or was there before the step: a plan leaves it out.")
         match decision:
             case Drop(passes) if value not in facts.droppable or passes < 0:
-                raise PlanError(
-                    f"value {value} cannot be dropped, {passes=}: need a replayable op and passes >= 0."
-                )
+                raise PlanError(f"value {value} cannot be dropped, {passes=}: need a replayable op and passes >= 0.")
             case Store(free_at, prefetch_at):
                 if not trace.out_bandwidth or not trace.in_bandwidth:
                     raise PlanError(f"value {value} cannot be stored: the trace has no store's bandwidths.")
-                if not (
-                    facts.saved_at[value] <= free_at < len(trace.ops) and 0 <= prefetch_at < len(trace.events)
-                ):
-                    raise PlanError(
-                        f"value {value}: cannot free after op {free_at}, fetch at event {prefetch_at}."
-                    )
+                if not (facts.saved_at[value] <= free_at < len(trace.ops) and 0 <= prefetch_at < len(trace.events)):
+                    raise PlanError(f"value {value}: cannot free after op {free_at}, fetch at event {prefetch_at}.")
 
 
 def hold_ends(facts: Index, is_fixed: list[bool]) -> list[int]:

@@ -62,9 +62,7 @@ def standing(trace: Trace, timeline: Timeline, moment: int) -> tuple[Standing, .
 
 def _value(trace: Trace, value: int) -> str:
     op = trace.values[value].op
-    return (
-        "something from before the step" if op is None else _label(trace.ops[op].name, trace.ops[op].module)
-    )
+    return "something from before the step" if op is None else _label(trace.ops[op].name, trace.ops[op].module)
 
 
 def _label(name: str, module: str) -> str:

@@ -158,13 +158,9 @@ class Trace:
         """A digest of what a plan depends on: all but times and bandwidths, which vary from run to run."""
         digest = hashlib.blake2b(digest_size=16)
         for value in self.values:
-            digest.update(
-                repr((value.nbytes, value.op, value.output, value.overwrites, value.dies_after)).encode()
-            )
+            digest.update(repr((value.nbytes, value.op, value.output, value.overwrites, value.dies_after)).encode())
         for op in self.ops:
-            digest.update(
-                repr((op.name, op.module, op.reads, op.saves, op.transient, op.replayable)).encode()
-            )
+            digest.update(repr((op.name, op.module, op.reads, op.saves, op.transient, op.replayable)).encode())
         for event in self.events:
             timeless = (event.name, event.peak, event.net) if isinstance(event, Run) else event
             digest.update(repr(timeless).encode())
@@ -198,14 +194,11 @@ class Trace:
             if not isinstance(items, list):
                 raise TraceError(f"{path}: {name}: need a list, have {items!r}.")
         return cls(
-            values=tuple(
-                build(Value, item, f"values[{i}]", TraceError) for i, item in enumerate(content["values"])
-            ),
+            values=tuple(build(Value, item, f"values[{i}]", TraceError) for i, item in enumerate(content["values"])),
             ops=tuple(build(Op, item, f"ops[{i}]", TraceError) for i, item in enumerate(content["ops"])),
             events=tuple(_event(item, f"events[{i}]") for i, item in enumerate(content["events"])),
             resident=tuple(
-                build(Resident, item, f"resident[{i}]", TraceError)
-                for i, item in enumerate(content["resident"])
+                build(Resident, item, f"resident[{i}]", TraceError) for i, item in enumerate(content["resident"])
             ),
             out_bandwidth=convert(float, content.get("out_bandwidth"), "out_bandwidth", TraceError),
             in_bandwidth=convert(float, content.get("in_bandwidth"), "in_bandwidth", TraceError),
@@ -215,9 +208,7 @@ class Trace:
 def _event(item: object, where: str) -> Event:
     kinds: dict[object, type[Event]] = {"Unpack": Unpack, "Run": Run, "Release": Release}
     if not isinstance(item, dict) or item.get("event") not in kinds:
-        raise TraceError(
-            f"{where}: need an event that is one of {', '.join(map(str, kinds))}; have {item!r}."
-        )
+        raise TraceError(f"{where}: need an event that is one of {', '.join(map(str, kinds))}; have {item!r}.")
     return build(kinds[item["event"]], {key: item[key] for key in item if key != "event"}, where, TraceError)
 
 
@@ -296,9 +287,7 @@ def _check_op(trace: Trace, number: int, op: Op) -> None:
         _need(maker is None or maker < number, f"op {number}: reads value {value} before op {maker} made it.")
     for value in op.saves:
         maker = trace.values[value].op
-        _need(
-            maker is None or maker <= number, f"op {number}: saves value {value} before op {maker} made it."
-        )
+        _need(maker is None or maker <= number, f"op {number}: saves value {value} before op {maker} made it.")
 
 
 def _check_events(trace: Trace, saves: Counter[int]) -> None:

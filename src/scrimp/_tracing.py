@@ -72,9 +72,7 @@ class _TracingRecorder(Recorder):
         if call is not None:
             still_read = {self.ids[value] for value in call.inputs}
             reads = {value: None for value in reads if value in still_read}
-        draft.ops[number] = replace(
-            draft.ops[number], reads=tuple(reads), seconds=seconds, replayable=call is not None
-        )
+        draft.ops[number] = replace(draft.ops[number], reads=tuple(reads), seconds=seconds, replayable=call is not None)
         return result
 
     def _enter(self, tensor: Tensor, call: Call | None, index: int) -> Value:

@@ -305,6 +305,7 @@ steadily = settings(
 )
 
 
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
 @settings(steadily, max_examples=150)
 @programs
 def test_programs_are_exact(
@@ -314,6 +315,7 @@ def test_programs_are_exact(
     assert_program_is_exact(instructions, mode, lambda: random_policy(seed, drop))
 
 
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
 @pytest.mark.slow
 @settings(steadily, max_examples=3000)
 @programs

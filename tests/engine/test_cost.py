@@ -40,9 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ("tasks", "workers", "seconds"),
     [([1.0, 1.0, 1.0], 2, 2.0), ([3.0, 1.0, 1.0], 2, 3.0), ([1.0] * 4, 4, 1.0)],
 )
-def test_the_model_gives_each_task_to_who_is_free_first(
-    tasks: list[float], workers: int, seconds: float
-) -> None:
+def test_the_model_gives_each_task_to_who_is_free_first(tasks: list[float], workers: int, seconds: float) -> None:
     """The prediction is the longest worker's time, plus the threads'."""
     overhead = predicted_seconds([0.0], workers)
     assert predicted_seconds(tasks, workers) == pytest.approx(seconds + overhead)
@@ -94,9 +92,7 @@ def test_the_memory_of_trials_is_bounded() -> None:
     assert costs.trial(0, 2) is not first
 
 
-def test_auto_gives_the_same_bits_in_threads_and_without(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_auto_gives_the_same_bits_in_threads_and_without(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """The first call is serial, the second threaded; results and gradients are equal."""
     monkeypatch.setattr(parallel, "_cores", lambda: 2)
     x = torch.randn(3, 3, requires_grad=True)
@@ -125,7 +121,7 @@ def test_modules_of_one_shape_bring_a_hint(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(parallel, "_cores", lambda: 2)
     x = torch.ones(1, 3)
     same = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    with pytest.warns(scrimp.StackableBranchesWarning, match="stack_module_state"):
+    with pytest.warns(scrimp.errors.StackableBranchesWarning, match="stack_module_state"):
         scrimp.parallel(same, x, threads_per_worker=1)
     scrimp.parallel(same, x, threads_per_worker=1)
     scrimp.parallel([nn.Linear(3, 3), nn.Linear(3, 4)], x, threads_per_worker=1)

@@ -48,44 +48,44 @@ def used_twice() -> None:
     [
         (
             lambda: scrimp.backward(leaf(3) * 2),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             r"MulBackward0.*\(3,\).*gradient=",
         ),
         (
             lambda: scrimp.backward(leaf(3) * 2, torch.ones(4)),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             r"shape \(3,\).*MulBackward0.*has \(4,\)",
         ),
         (
             lambda: scrimp.backward(leaf(1) * 2, torch.ones(())),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             r"shape \(1,\).*has \(\)",
         ),
         (
             lambda: scrimp.backward(leaf(3) * 2, torch.ones(3, dtype=torch.float64)),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             r"torch.float32.*torch.float64.*\.to\(",
         ),
         (
             lambda: scrimp.backward(leaf(3) * 2, torch.ones(3, device="meta")),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             "cpu.*meta",
         ),
-        (lambda: scrimp.backward(torch.ones(1)), scrimp.GradientMismatchError, "requires_grad_"),
+        (lambda: scrimp.backward(torch.ones(1)), scrimp.errors.GradientMismatchError, "requires_grad_"),
         (
             lambda: scrimp.backward([leaf(1), leaf(1)], [None]),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             "has 1 for 2 roots",
         ),
-        (used_twice, scrimp.GraphFreedError, "ExpBackward0.*retain_graph=True"),
+        (used_twice, scrimp.errors.GraphFreedError, "ExpBackward0.*retain_graph=True"),
         (
             lambda: scrimp.backward(Wrong.apply(leaf(2), leaf(2), torch.ones(2)).sum()),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             r"WrongBackward.*\(2,\), \(2,\), any",
         ),
         (
             lambda: scrimp.backward(Wrong.apply(leaf(2), leaf(2), (torch.ones(5), None, None)).sum()),
-            scrimp.GradientMismatchError,
+            scrimp.errors.GradientMismatchError,
             r"WrongBackward.*\(2,\), \(2,\)",
         ),
     ],
@@ -123,7 +123,7 @@ def test_the_forward_line_is_named_when_it_is_known() -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         y = leaf(3).exp()
         scrimp.backward(y.sum())
-    with pytest.raises(scrimp.GraphFreedError, match=r"ExpBackward0.*made at File .*test_errors\.py"):
+    with pytest.raises(scrimp.errors.GraphFreedError, match=r"ExpBackward0.*made at File .*test_errors\.py"):
         scrimp.backward(y.sum())
 
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 import scrimp
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*reentrant:UserWarning", "ignore:None of the inputs have:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning", "ignore:None of the inputs have:UserWarning")
 
 
 def assert_same_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
@@ -114,9 +112,7 @@ def test_a_fault_surfaces_once_and_leaves_nothing(
         numbers = _numbers(faulty.loss)
         plain = outcome(lambda seed=seed: random_step(seed, fault=True).loss.backward())
         ours = outcome(
-            lambda step=faulty: scrimp.backward(
-                step.loss, order=order, observer=scrimp.Profile() if observed else None
-            )
+            lambda step=faulty: scrimp.backward(step.loss, order=order, observer=scrimp.Profile() if observed else None)
         )
         assert ours == plain
         assert _numbers(faulty.loss) == numbers

@@ -175,5 +175,5 @@ def test_a_gradient_after_the_report_is_an_error() -> None:
     """A nested pass that adds to a reported leaf raises, rather than adding to a gradient that was used."""
     x, leaf = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     loss = (LateUse.apply(x, [leaf]) * leaf).sum()
-    with pytest.raises(scrimp.LateGradientError, match="use_reentrant=False"):
+    with pytest.raises(scrimp.errors.LateGradientError, match="use_reentrant=False"):
         scrimp.backward(loss, on_leaf_grad_ready=lambda leaf, gradient: None)

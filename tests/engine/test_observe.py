@@ -125,7 +125,7 @@ def test_cancellation_says_what_was_done() -> None:
     early, late = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     loss = (early.sin().sin() * late).sum()
     cancellation = scrimp.Cancellation()
-    with pytest.raises(scrimp.BackwardCancelledError) as caught:
+    with pytest.raises(scrimp.errors.BackwardCancelledError) as caught:
         scrimp.backward(loss, observer=[At(4, cancellation.cancel), cancellation])
     assert caught.value.nodes_done == 3
     assert [leaf is late for leaf in caught.value.leaves_done] == [True]
@@ -137,7 +137,7 @@ def test_a_cancelled_pass_over_a_retained_graph_can_be_run_again() -> None:
     """With ``retain_graph=True`` the graph is as it was."""
     x, loss = chain(10)
     cancellation = scrimp.Cancellation()
-    with pytest.raises(scrimp.BackwardCancelledError):
+    with pytest.raises(scrimp.errors.BackwardCancelledError):
         scrimp.backward(loss, retain_graph=True, observer=[At(5, cancellation.cancel), cancellation])
     assert x.grad is None
     scrimp.backward(loss)
@@ -183,9 +183,7 @@ def test_the_graph_dies_after_an_observed_pass() -> None:
     loss.grad_fn.metadata["marker"] = marker
     dead = weakref.ref(marker)
     profile = scrimp.Profile()
-    scrimp.backward(
-        loss, observer=profile, order="depth-first", on_leaf_grad_ready=lambda leaf, gradient: None
-    )
+    scrimp.backward(loss, observer=profile, order="depth-first", on_leaf_grad_ready=lambda leaf, gradient: None)
     del loss, marker
     gc.collect()
     assert dead() is None

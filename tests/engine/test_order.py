@@ -147,9 +147,7 @@ def wide_heads() -> Tensor:
 def mlp() -> Tensor:
     """A plain chain, where there is nothing to gain."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
-    )
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)])
     return model(torch.randn(32, 64)).square().mean()
 
 
@@ -178,9 +176,7 @@ def test_memory_order_is_never_worse(make: Any) -> None:
 def test_memory_order_is_off_by_one_tensor_at_most(random_step: Any) -> None:
     """On random graphs of 64-byte tensors the prediction misses by no more than a node's temporary."""
     for seed in range(70):
-        ours, theirs = (
-            peak_of(lambda seed=seed: random_step(seed).loss, order) for order in ("memory", "torch")
-        )
+        ours, theirs = (peak_of(lambda seed=seed: random_step(seed).loss, order) for order in ("memory", "torch"))
         assert ours <= theirs + 64, seed
 
 

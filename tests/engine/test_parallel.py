@@ -206,7 +206,7 @@ def test_autograd_grad_and_retain_graph_work() -> None:
     expected = torch.autograd.grad(plain, [x, w])
     assert_same_outcome(list(torch.autograd.grad(loss, [x, w], retain_graph=True)), list(expected))
     assert_same_outcome(list(torch.autograd.grad(loss, [x, w])), list(expected))
-    with pytest.raises(scrimp.GraphFreedError):
+    with pytest.raises(scrimp.errors.GraphFreedError):
         scrimp.backward(loss)
 
 
@@ -214,7 +214,7 @@ def test_differentiating_twice_is_refused() -> None:
     """``create_graph=True`` is an error that says what to do."""
     x = torch.ones(2, requires_grad=True)
     loss = sum(scrimp.parallel([torch.sin, torch.cos], x, workers=2)).sum()
-    with pytest.raises(scrimp.BranchError, match="workers=1"):
+    with pytest.raises(scrimp.errors.BranchError, match="workers=1"):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
@@ -286,9 +286,7 @@ def test_branches_run_plainly_where_something_follows_one_thread(mode: Any) -> N
     threads: set[int] = set()
     with mode():
         x = torch.ones(2, requires_grad=True)
-        first, second = scrimp.parallel(
-            [lambda x: threads.add(threading.get_ident()) or x * 2] * 2, x, workers=2
-        )
+        first, second = scrimp.parallel([lambda x: threads.add(threading.get_ident()) or x * 2] * 2, x, workers=2)
     assert threads == {threading.get_ident()}
     assert first.grad_fn is not second.grad_fn
 
@@ -305,7 +303,7 @@ def test_a_dispatch_mode_around_backward_sees_every_operator() -> None:
 def test_random_numbers_in_threads_are_refused() -> None:
     """Who draws what would be chance: an error, and the generator is as it was."""
     state = torch.get_rng_state()
-    with pytest.raises(scrimp.BranchError, match="generator"):
+    with pytest.raises(scrimp.errors.BranchError, match="generator"):
         scrimp.parallel([torch.dropout] * 2, torch.ones(8), 0.5, True, workers=2)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -332,7 +330,7 @@ def test_a_tensor_captured_by_two_branches_is_refused() -> None:
     """Two branches over one outer activation would run its node twice."""
     x = torch.ones(2, requires_grad=True)
     hidden = x.sin()
-    with pytest.raises(scrimp.BranchError, match=r"SinBackward0.*as an input"):
+    with pytest.raises(scrimp.errors.BranchError, match=r"SinBackward0.*as an input"):
         scrimp.parallel([lambda x: x * hidden, lambda x: x + hidden], x, workers=2)
 
 
@@ -341,14 +339,14 @@ def test_a_captured_tensor_of_the_outer_pass_is_refused() -> None:
     x = torch.ones(2, requires_grad=True)
     hidden = x.sin()
     first, second = scrimp.parallel([lambda x: x * hidden, lambda x: x + 1], x, workers=2)
-    with pytest.raises(scrimp.BranchError, match="SinBackward0"):
+    with pytest.raises(scrimp.errors.BranchError, match="SinBackward0"):
         (first + second + hidden).sum().backward()
 
 
 def test_a_hook_on_a_branchs_input_is_refused() -> None:
     """It would see a part of the gradient only."""
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(scrimp.BranchError, match="registered a hook"):
+    with pytest.raises(scrimp.errors.BranchError, match="registered a hook"):
         scrimp.parallel([lambda x: x.register_hook(print) and x * 2, torch.sin], x, workers=2)
 
 

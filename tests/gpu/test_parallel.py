@@ -17,10 +17,7 @@ pytestmark = [
 def branches(count: int, width: int) -> list[nn.Module]:
     """MLPs with known weights."""
     torch.manual_seed(0)
-    return [
-        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).cuda()
-        for _ in range(count)
-    ]
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).cuda() for _ in range(count)]
 
 
 def gradients(run: object, count: int = 4, width: int = 512) -> list[Tensor]:

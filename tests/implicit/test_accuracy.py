@@ -23,9 +23,7 @@ def gradient_error(problem, dtype, rtol, **options):
     """Relative error of the whole gradient, and the record of the solve."""
     W, U, b, p = problem.leaves(dtype)
     x0 = torch.zeros(p.shape, dtype=dtype)
-    x, info = scrimp.fixed_point(
-        lambda x: torch.tanh(x @ W.T + p @ U.T + b), x0, batch_dims=1, rtol=rtol, **options
-    )
+    x, info = scrimp.fixed_point(lambda x: torch.tanh(x @ W.T + p @ U.T + b), x0, batch_dims=1, rtol=rtol, **options)
     gradients = torch.autograd.grad((x * problem.cotangent.to(dtype)).sum(), (W, U, b, p))
     found = torch.cat([g.flatten() for g in gradients]).double()
     return float((found - problem.gradient).norm() / problem.gradient.norm()), info
@@ -54,9 +52,7 @@ def test_evaluations_stay_within_their_limits(layer, spectrum, radius):
     assert info.backward.vjps <= backward
 
 
-@pytest.mark.parametrize(
-    "solver", [Picard(), Picard(0.7), Anderson(), Anderson(5, 0.8), Broyden(), NewtonKrylov()]
-)
+@pytest.mark.parametrize("solver", [Picard(), Picard(0.7), Anderson(), Anderson(5, 0.8), Broyden(), NewtonKrylov()])
 def test_every_solver_finds_the_solution(layer, solver):
     """Each solver reaches the exact solution at radius 0.9."""
     problem = layer("complex", 0.9)
@@ -97,9 +93,7 @@ def test_solution_does_not_depend_on_grad_mode(layer):
     W, U, b, p = problem.leaves(torch.float32)
 
     def solve():
-        return scrimp.fixed_point(
-            lambda x: torch.tanh(x @ W.T + p @ U.T + b), torch.zeros(p.shape), batch_dims=1
-        )[0]
+        return scrimp.fixed_point(lambda x: torch.tanh(x @ W.T + p @ U.T + b), torch.zeros(p.shape), batch_dims=1)[0]
 
     with torch.no_grad():
         without = solve()
@@ -110,9 +104,7 @@ def test_batch_dims_zero_solves_the_batch_as_one_problem(layer):
     """A batch taken as one problem has the same solution and gradient."""
     problem = layer("complex", 0.5)
     W, U, b, p = problem.leaves(torch.float64)
-    x, info = scrimp.fixed_point(
-        lambda x: torch.tanh(x @ W.T + p @ U.T + b), torch.zeros(p.shape, dtype=p.dtype)
-    )
+    x, info = scrimp.fixed_point(lambda x: torch.tanh(x @ W.T + p @ U.T + b), torch.zeros(p.shape, dtype=p.dtype))
     (found,) = torch.autograd.grad((x * problem.cotangent).sum(), p)
     assert info.converged.shape == ()
     expected = problem.gradient[-p.numel() :].view_as(p)

@@ -50,9 +50,9 @@ def test_gradcheck_of_what_comes_before(tensors):
 
     def closed(W, b, p):
         W2, h = torch.sin(W), torch.exp(p) + b
-        return scrimp.fixed_point(
-            lambda x: torch.tanh(x @ W2 + h), torch.zeros_like(h), batch_dims=1, rtol=1e-13
-        )[0].square()
+        return scrimp.fixed_point(lambda x: torch.tanh(x @ W2 + h), torch.zeros_like(h), batch_dims=1, rtol=1e-13)[
+            0
+        ].square()
 
     assert torch.autograd.gradcheck(closed, tensors)
 

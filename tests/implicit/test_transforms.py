@@ -26,9 +26,7 @@ def weight():
 
 def solution(W, p):
     """X = tanh(W x + p) with both listed as arguments."""
-    return scrimp.fixed_point(
-        lambda x, W, p: torch.tanh(W @ x + p), torch.zeros(3, dtype=DOUBLE), W, p, rtol=1e-13
-    )[0]
+    return scrimp.fixed_point(lambda x, W, p: torch.tanh(W @ x + p), torch.zeros(3, dtype=DOUBLE), W, p, rtol=1e-13)[0]
 
 
 P = torch.tensor([0.3, -0.2, 0.5], dtype=DOUBLE)

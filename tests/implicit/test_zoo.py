@@ -78,9 +78,7 @@ def test_non_normal_jacobian(coupling):
 
 def test_mildly_non_normal_jacobian_is_exact():
     """A non-normal Jacobian on which truncated series are half wrong is solved exactly."""
-    matrix = torch.diag(torch.full((10,), 0.5, dtype=DOUBLE)) + torch.diag(
-        torch.full((9,), 1.0, dtype=DOUBLE), 1
-    )
+    matrix = torch.diag(torch.full((10,), 0.5, dtype=DOUBLE)) + torch.diag(torch.full((9,), 1.0, dtype=DOUBLE), 1)
     error, info = linear_problem(matrix)
     assert info.all_converged
     assert error < 1e-7
@@ -110,9 +108,7 @@ def test_diverging_series_warns():
 
 def test_long_enough_series_is_silent_and_right():
     """A Neumann series on a strong contraction is exact."""
-    error, _ = linear_problem(
-        torch.diag(torch.tensor([0.3, -0.2], dtype=DOUBLE)), adjoint=Implicit(Neumann(40))
-    )
+    error, _ = linear_problem(torch.diag(torch.tensor([0.3, -0.2], dtype=DOUBLE)), adjoint=Implicit(Neumann(40)))
     assert error < 1e-9
 
 
@@ -163,9 +159,7 @@ def test_nan_everywhere_warns():
 def test_nan_after_some_steps_keeps_the_best_state():
     """Where steps leave the domain of f, the state returned is the best one seen, and finite."""
     with pytest.warns(ConvergenceWarning):
-        x, info = scrimp.fixed_point(
-            lambda x: -3 - torch.log(x), torch.tensor(0.9, dtype=DOUBLE), max_steps=3
-        )
+        x, info = scrimp.fixed_point(lambda x: -3 - torch.log(x), torch.tensor(0.9, dtype=DOUBLE), max_steps=3)
     assert bool(x.isfinite())
     assert bool(info.residual.isfinite())
 
@@ -199,9 +193,7 @@ def test_diverging_sample_does_not_spoil_the_others():
     slope = torch.tensor([0.5, 3.0, 0.2], dtype=DOUBLE)
     offset = torch.tensor([1.0, 1.0, 1.0], dtype=DOUBLE)
     with pytest.warns(ConvergenceWarning, match=r"1 of 3 samples \(1\)"):
-        x, info = scrimp.fixed_point(
-            lambda x: slope * x.abs() + offset, torch.zeros(3, dtype=DOUBLE), batch_dims=1
-        )
+        x, info = scrimp.fixed_point(lambda x: slope * x.abs() + offset, torch.zeros(3, dtype=DOUBLE), batch_dims=1)
     assert info.converged.tolist() == [True, False, True]
     torch.testing.assert_close(x[[0, 2]], torch.tensor([2.0, 1.25], dtype=DOUBLE))
 

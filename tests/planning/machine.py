@@ -52,9 +52,7 @@ class Machine:
         """Whether running the op again is possible and gives the same."""
         return self.trace.ops[op].replayable and not any(
             any(other.overwrites == read for other in self.trace.values)
-            and (
-                self.trace.values[read].op is None or not self.is_replayable(self.trace.values[read].op or 0)
-            )
+            and (self.trace.values[read].op is None or not self.is_replayable(self.trace.values[read].op or 0))
             for read in self.trace.ops[op].reads
         )
 
@@ -96,11 +94,7 @@ class Machine:
         for value, made in enumerate(self.trace.values):
             if made.op is None or self.is_before_step(value):
                 continue
-            copies = (
-                int(self.original_is_there(value, moment))
-                + (value in self.retained)
-                + self.landed(value, moment)
-            )
+            copies = int(self.original_is_there(value, moment)) + (value in self.retained) + self.landed(value, moment)
             total += made.nbytes * copies
         return total
 
@@ -141,9 +135,7 @@ class Machine:
             if first and isinstance(self.decisions.get(value), Store):
                 self.out_free = max(self.out_free, self.now)
                 self.out_free += (
-                    self.trace.values[value].nbytes
-                    * (not self.is_before_step(value))
-                    / self.trace.out_bandwidth
+                    self.trace.values[value].nbytes * (not self.is_before_step(value)) / self.trace.out_bandwidth
                 )
                 self.copied[value] = self.out_free
         for value, decision in self.decisions.items():
@@ -154,11 +146,7 @@ class Machine:
         """One event of the backward pass."""
         moment = len(self.trace.ops) + number
         for value, decision in sorted(self.decisions.items()):
-            if (
-                isinstance(decision, Store)
-                and decision.prefetch_at == number
-                and self.is_wanted(value, moment)
-            ):
+            if isinstance(decision, Store) and decision.prefetch_at == number and self.is_wanted(value, moment):
                 self.fetch(value)
         match self.trace.events[number]:
             case Run() as node:
@@ -175,9 +163,7 @@ class Machine:
                     level = self.replay(value, moment)
             case Release(value):
                 level = self.level(moment)
-                if value in self.retained and (
-                    not self.retained[value] or self.handles_left(value, moment + 1) == 0
-                ):
+                if value in self.retained and (not self.retained[value] or self.handles_left(value, moment + 1) == 0):
                     del self.retained[value]
         self.levels.append(level)
 
@@ -215,9 +201,7 @@ class Machine:
         keep: set[int] = set()
         for position, op in enumerate(ops):
             self.now += self.trace.ops[op].seconds
-            highest = max(
-                highest, base + sum(here.values()) + self.allocated(op) + self.trace.ops[op].transient
-            )
+            highest = max(highest, base + sum(here.values()) + self.allocated(op) + self.trace.ops[op].transient)
             for value, made in enumerate(self.trace.values):
                 if made.op == op:
                     if made.overwrites is not None:

@@ -75,9 +75,7 @@ class Builder:
                 self.overwritten.get(number),
                 None if op is None else self.last_use[number],
             )
-            for number, (nbytes, op, output) in enumerate(
-                zip(self.sizes, self.made_by, self.outputs, strict=True)
-            )
+            for number, (nbytes, op, output) in enumerate(zip(self.sizes, self.made_by, self.outputs, strict=True))
         )
         made: list[list[int]] = [[] for _ in self.ops]
         for number, op in enumerate(self.made_by):
@@ -105,9 +103,7 @@ def norm(build: Builder, x: int, rows: int) -> int:
 
 def linear(build: Builder, x: int, rows: int, into: int, out: int) -> int:
     """A matrix product that saves its input."""
-    return build.op(
-        "mm", [x], [2 * rows * out], save=[x], flops=2.0 * rows * into * out, weight=2 * into * out
-    )[0]
+    return build.op("mm", [x], [2 * rows * out], save=[x], flops=2.0 * rows * into * out, weight=2 * into * out)[0]
 
 
 def gpt(
@@ -185,14 +181,10 @@ def conv(build: Builder, x: int, batch: int, size: int, into: int, out: int, ker
 
 def batch_norm(build: Builder, x: int, channels: int) -> int:
     """A norm that saves its input and two small statistics."""
-    return build.op(
-        "batch_norm", [x], [build.sizes[x], 4 * channels, 4 * channels], save=[x], save_made=(1, 2)
-    )[0]
+    return build.op("batch_norm", [x], [build.sizes[x], 4 * channels, 4 * channels], save=[x], save_made=(1, 2))[0]
 
 
-def conv_norm_relu(
-    build: Builder, x: int, batch: int, size: int, channels: int, into: int | None = None
-) -> int:
+def conv_norm_relu(build: Builder, x: int, batch: int, size: int, channels: int, into: int | None = None) -> int:
     """Convolution, batch norm and in-place ReLU."""
     y = batch_norm(build, conv(build, x, batch, size, into or channels, channels, 3), channels)
     return build.op("relu_", [y], [build.sizes[y]], save_made=(0,), in_place=True)[0]

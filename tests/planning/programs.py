@@ -75,9 +75,7 @@ def random_backward(random: Random, ops: tuple[Op, ...]) -> tuple[Event, ...]:
     for op in order:
         events.extend(Unpack(value) for value in op.saves if random.random() < 0.9)
         net = random.randint(-2, 4)
-        events.append(
-            Run(f"d{op.name}", op.module, random.randint(1, 5), max(net, 0) + random.randint(0, 3), net)
-        )
+        events.append(Run(f"d{op.name}", op.module, random.randint(1, 5), max(net, 0) + random.randint(0, 3), net))
         for value in op.saves:
             match random.random():
                 case x if x < 0.8:

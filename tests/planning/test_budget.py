@@ -31,9 +31,7 @@ def test_fraction_is_of_the_capacity() -> None:
     assert parse_budget(0.9, capacity=1001) == 900
 
 
-@pytest.mark.parametrize(
-    "wrong", ["8", "GiB", "8 GiBB", "-1 GiB", "1.2.3 GiB", "", None, True, 0, -5, 0.0, 1.5, [1]]
-)
+@pytest.mark.parametrize("wrong", ["8", "GiB", "8 GiBB", "-1 GiB", "1.2.3 GiB", "", None, True, 0, -5, 0.0, 1.5, [1]])
 def test_error_says_what_is_accepted(wrong: Budget) -> None:
     """What cannot be read is refused, with examples of what can."""
     with pytest.raises(BudgetError, match="8GiB"):

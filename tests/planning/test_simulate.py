@@ -57,9 +57,7 @@ def _chain(bandwidth: float = 0.0) -> Trace:
     values = (Value(10, None), *(Value(10, op, dies_after=min(op + 1, 2)) for op in range(3)))
     ops = tuple(Op(f"op{op}", "", (op,), (op + 1,), 1.0) for op in range(3))
     events = tuple(
-        event
-        for value in (3, 2, 1)
-        for event in (Unpack(value), Run(f"d{value}", "", 1.0, 0, 0), Release(value))
+        event for value in (3, 2, 1) for event in (Unpack(value), Run(f"d{value}", "", 1.0, 0, 0), Release(value))
     )
     return Trace(values, ops, events, (), bandwidth, bandwidth)
 

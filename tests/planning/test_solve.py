@@ -26,9 +26,7 @@ MODELS: list[Callable[[], Trace]] = [lambda: gpt(layers=3, vocabulary=4000), lam
 def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1)) -> list[tuple[int, float]]:
     """Peak and seconds of every plan of keeps and drops."""
     facts = index(trace)
-    options = [
-        [Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided
-    ]
+    options = [[Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided]
     found = []
     for choice in product(*options):
         timeline = simulate(trace, dict(zip(facts.decided, choice, strict=True)))

@@ -36,9 +36,7 @@ class _Gate(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[None, None]:  # pragma: no cover - gradients stop before it
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # pragma: no cover - gradients stop before it
         return None, None
 
 
@@ -107,9 +105,7 @@ def _up_to(graph: Graph, gates: frozenset[Node]) -> Graph:
     return Graph(graph.roots, {node: edges[node] for node in edges if node in reached})
 
 
-def join(
-    values: Sequence[Sequence[Tensor]], branches: Sequence[Branch], runner: Runner
-) -> list[list[Tensor]]:
+def join(values: Sequence[Sequence[Tensor]], branches: Sequence[Branch], runner: Runner) -> list[list[Tensor]]:
     """The branches' output values as outputs of one node that knows how to run their backward."""
     _refuse_shared(branches)
     slots = [branch.outside[slot.boundary] for branch in reversed(branches) for slot in branch.slots]
@@ -194,15 +190,9 @@ def _differentiate(state: _State, gradients: Sequence[Sequence[Tensor | None]]) 
     return [gradient for of_branch in reversed(found) for gradient in of_branch]
 
 
-def _contributions(
-    branch: Branch, gradients: Sequence[Tensor | None], *, retain_graph: bool
-) -> list[Tensor | None]:
+def _contributions(branch: Branch, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor | None]:
     """Run the branch's backward; return the gradient of every slot."""
-    given = [
-        (edge, gradient)
-        for edge, gradient in zip(branch.outputs, gradients, strict=True)
-        if gradient is not None
-    ]
+    given = [(edge, gradient) for edge, gradient in zip(branch.outputs, gradients, strict=True) if gradient is not None]
     if not given:
         return [None] * len(branch.slots)
     boundary = list(dict.fromkeys(slot.boundary for slot in branch.slots))

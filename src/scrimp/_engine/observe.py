@@ -97,7 +97,7 @@ class Cancellation(Observer):
         >>> x = torch.ones(3, requires_grad=True)
         >>> try:
         ...     scrimp.backward(x.sum(), observer=cancellation)
-        ... except scrimp.BackwardCancelledError as error:
+        ... except scrimp.errors.BackwardCancelledError as error:
         ...     print(error.nodes_done, x.grad)
         0 None
     """

@@ -177,9 +177,7 @@ def _run_branch(index: int, branch: Callable[..., Any], flat: Sequence[Any], lay
     """Run one branch, in whatever thread this is, on inputs behind gates."""
     gates = {}
     if torch.is_grad_enabled():
-        gates = {
-            id(value): gated(value) for value in flat if isinstance(value, Tensor) and value.requires_grad
-        }
+        gates = {id(value): gated(value) for value in flat if isinstance(value, Tensor) and value.requires_grad}
     given = [gates[id(value)].inside if id(value) in gates else value for value in flat]
     returned, out_layout = tree_flatten(branch(*tree_unflatten(given, layout)))
     for gate in gates.values():

@@ -66,9 +66,7 @@ class Profile(Observer):
         """Stop the node's clock and count the storages that are new."""
         now = time.perf_counter()
         start = self._started.pop(node)
-        self.runs.append(
-            NodeRun(node.name(), start, now - start, _new_bytes(made, received), threading.get_ident())
-        )
+        self.runs.append(NodeRun(node.name(), start, now - start, _new_bytes(made, received), threading.get_ident()))
 
     def end(self) -> None:
         """Let go of nodes that started and never finished."""

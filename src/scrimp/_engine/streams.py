@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-def run_on_streams(
-    branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], streams: int
-) -> list[Any]:
+def run_on_streams(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], streams: int) -> list[Any]:
     """Run each branch on one of ``streams`` side streams of the device that the first CUDA input is on."""
     tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.is_cuda]
     device = tensors[0].device

@@ -70,9 +70,7 @@ class _Solved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rhs: Tensor, residual: Tensor, solve: Solve, remaining: int, transposed: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rhs: Tensor, residual: Tensor, solve: Solve, remaining: int, transposed: bool) -> Tensor:
         ctx.save_for_backward(residual)
         ctx.solve, ctx.remaining, ctx.transposed = solve, remaining, transposed
         return solve(rhs, transposed)

@@ -45,9 +45,7 @@ def run(
             return _run_unrolled(equation, x0, solver, with_checkpoints, tolerance, settings)
         case Reversible(coupling):
             if not equation.is_fixed_point:
-                raise AdjointError(
-                    "Reversible steps need a fixed point; use adjoint=Implicit() for roots and minima"
-                )
+                raise AdjointError("Reversible steps need a fixed point; use adjoint=Implicit() for roots and minima")
             leaves = _Inputs((listed, args))
 
             def of_leaves(x: Tensor, tensors: Leaves) -> Tensor:
@@ -95,9 +93,7 @@ def _run_transformed(
     settings: Settings,
 ) -> tuple[Tree, Info]:
     if not isinstance(settings.adjoint, Implicit | Phantom | JacobianFree):
-        raise AdjointError(
-            f"under transforms of torch.func the adjoint must be Implicit; have {settings.adjoint}"
-        )
+        raise AdjointError(f"under transforms of torch.func the adjoint must be Implicit; have {settings.adjoint}")
     if settings.warm is not None:
         raise AdjointError("a warm start cannot be kept under transforms of torch.func; call without warm")
 
@@ -122,9 +118,7 @@ def _run_transformed(
         return function(state, listed, *args)
 
     refuse_hidden(of_leaves, x0, tuple(inputs.tensors))
-    call = Call(
-        of_leaves, lambda leaves: inputs.rebuilt(leaves)[0], kind.residual, solve, solve_linear, layout, []
-    )
+    call = Call(of_leaves, lambda leaves: inputs.rebuilt(leaves)[0], kind.residual, solve, solve_linear, layout, [])
     x = solve_transformed(call, tuple(inputs.tensors))
     return layout.tree(x), call.log[-1]
 

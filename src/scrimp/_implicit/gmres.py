@@ -183,9 +183,7 @@ class _Cycle:
     def correction(self) -> Tensor:
         """The combination of the basis with the least residual."""
         k = self.size
-        weights = torch.linalg.solve_triangular(
-            self._upper[:, :k, :k], self._right[:, :k].unsqueeze(2), upper=True
-        )
+        weights = torch.linalg.solve_triangular(self._upper[:, :k, :k], self._right[:, :k].unsqueeze(2), upper=True)
         return self._krylov.combine(weights.squeeze(2).nan_to_num(0.0, 0.0, 0.0))
 
     def amplification(self) -> Tensor:

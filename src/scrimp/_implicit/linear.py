@@ -58,9 +58,7 @@ class BiCGSTAB:
             wanted = relative > rtol
             if not bool(wanted.any()) or products + 3 > self.max_products:
                 break
-            correction, taken = _bicgstab_run(
-                apply, residual, rtol * length, self.max_products - products - 1
-            )
+            correction, taken = _bicgstab_run(apply, residual, rtol * length, self.max_products - products - 1)
             x_next = x + correction
             residual_next = rhs - apply(x_next)
             products += taken + 1

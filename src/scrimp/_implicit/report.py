@@ -67,11 +67,7 @@ def _advice(info: Info, residual: float, max_steps: int) -> str:
     if residual != residual or residual == float("inf"):
         return "f gave a value that is not finite; look at f and at x0 for that sample"
     ran_out = int(info.steps.max()) >= max_steps
-    more = (
-        f"raise max_steps (now {max_steps})"
-        if ran_out
-        else "rounding may be in the way: use double precision"
-    )
+    more = f"raise max_steps (now {max_steps})" if ran_out else "rounding may be in the way: use double precision"
     batch = (
         "if samples depend on each other, pass batch_dims=0"
         if info.converged.dim()

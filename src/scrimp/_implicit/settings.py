@@ -32,9 +32,7 @@ class Settings:
         if self.on_fail not in CHOICES:
             raise ValueError(f"on_fail must be one of {CHOICES}; have {self.on_fail!r}")
         if self.order < 1:
-            raise ValueError(
-                f"order must be at least 1, the order of the highest derivative; have {self.order}"
-            )
+            raise ValueError(f"order must be at least 1, the order of the highest derivative; have {self.order}")
         if self.max_steps < 0:
             raise ValueError(f"max_steps must not be negative; have {self.max_steps}")
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):

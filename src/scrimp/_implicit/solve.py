@@ -40,9 +40,7 @@ def given(equation: Equation, x: Tensor, tolerance: Tolerance) -> Solution:
         return Solution(x, x, torch.zeros_like(norm, dtype=torch.bool), scale, none, none, norm.unsqueeze(0))
 
 
-def differentiable(
-    equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings
-) -> tuple[Tree, Info]:
+def differentiable(equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings) -> tuple[Tree, Info]:
     """The user's state at a solution: re-checked, reported on, and attached to all that it depends on."""
     x, at, info = conclude(equation, found, tolerance, settings)
     if at is None or not at.depends_on_others():

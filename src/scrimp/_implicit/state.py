@@ -92,25 +92,19 @@ def layout_of(x0: Tree, batch_dims: int) -> Layout:
     """The layout of a state whose first ``batch_dims`` dimensions count independent samples."""
     tensors, structure = pytree.tree_flatten(x0)
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
-        raise TypeError(
-            "x0 must be a tensor or a pytree of tensors, at least one; wrap numbers in torch.tensor"
-        )
+        raise TypeError("x0 must be a tensor or a pytree of tensors, at least one; wrap numbers in torch.tensor")
     if any(not (t.is_floating_point() or t.is_complex()) for t in tensors):
         have = ", ".join(str(t.dtype) for t in tensors)
         raise TypeError(f"x0 must hold floating-point or complex tensors; have {have}; convert with .float()")
     if len({t.device for t in tensors}) != 1:
-        raise ValueError(
-            f"x0 must lie on one device; have {sorted({str(t.device) for t in tensors})}; move it"
-        )
+        raise ValueError(f"x0 must lie on one device; have {sorted({str(t.device) for t in tensors})}; move it")
     batch_shape = tensors[0].shape[:batch_dims]
     if batch_dims < 0 or any(t.dim() < batch_dims or t.shape[:batch_dims] != batch_shape for t in tensors):
         raise ValueError(
             f"every tensor of x0 must begin with the same {batch_dims} batch dimensions (batch_dims); "
             f"have shapes {[tuple(t.shape) for t in tensors]}; batch_dims=0 takes the state as one problem"
         )
-    leaves = tuple(
-        Leaf(t.shape, t.dtype, t.shape[batch_dims:].numel() * (2 if t.is_complex() else 1)) for t in tensors
-    )
+    leaves = tuple(Leaf(t.shape, t.dtype, t.shape[batch_dims:].numel() * (2 if t.is_complex() else 1)) for t in tensors)
     double = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     dtype = torch.float64 if double else torch.float32
     return Layout(structure, leaves, batch_shape, dtype, tensors[0].device)

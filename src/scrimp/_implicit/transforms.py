@@ -74,9 +74,7 @@ def is_transformed(leaves: list[Tensor]) -> bool:
         _refuse_nested_forward_mode()
         return True
     if any(_has_tangent(leaf) for leaf in leaves):
-        raise AdjointError(
-            "forward mode needs torch.func.jvp or jacfwd; have a tensor of forward_ad.make_dual"
-        )
+        raise AdjointError("forward mode needs torch.func.jvp or jacfwd; have a tensor of forward_ad.make_dual")
     return False
 
 

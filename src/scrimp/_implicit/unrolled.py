@@ -94,9 +94,7 @@ class _Reversible(torch.autograd.Function):
     """The coupled iteration as one node, which holds its last two states and what f depends on."""
 
     @staticmethod
-    def forward(
-        ctx: Any, f: LeafMap, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, f: LeafMap, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(y, z, *leaves)
         ctx.f, ctx.beta, ctx.steps = f, beta, steps
         return z.clone()

@@ -23,9 +23,7 @@ def blend(
     Equal blocks make all their decisions alike, so neighbouring cuts differ by all blocks at once; this finds
     how many blocks have to pay. The first ones do: what they save is held longest.
     """
-    differing = [
-        group for group in groups if any(_of(fitting, value) != _of(faster, value) for value in group)
-    ]
+    differing = [group for group in groups if any(_of(fitting, value) != _of(faster, value) for value in group)]
 
     def mixture(count: int) -> dict[int, Decision]:
         mixed = dict(faster)

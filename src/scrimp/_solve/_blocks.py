@@ -46,11 +46,7 @@ def find_blocks(facts: Index) -> tuple[Block, ...]:
             crossing[op].append(value)
     entries: list[tuple[int, int | None]] = [(0, None)]
     for op in range(1, count):
-        if (
-            len(crossing[op]) == 1
-            and crossing[op][0] in facts.droppable
-            and crossing[op][0] != entries[-1][1]
-        ):
+        if len(crossing[op]) == 1 and crossing[op][0] in facts.droppable and crossing[op][0] != entries[-1][1]:
             entries.append((op, crossing[op][0]))
     handed = {entry for _, entry in entries}
     made: list[list[int]] = [[] for _ in entries]

@@ -89,11 +89,7 @@ def lower_bound(cuts: Cuts, plain: Timeline, budget: int, rounds: int = 16) -> B
         paid = np.cumsum(price_at)
         prices = relaxed.sizes.astype(np.float64) * np.maximum(paid[relaxed.ends] - paid[relaxed.starts], 0.0)
         dropped, least = cuts.solve(prices)
-        value = (
-            float(multipliers @ (plain.levels[rows[: len(multipliers)]] - budget))
-            - float(prices.sum())
-            + least
-        )
+        value = float(multipliers @ (plain.levels[rows[: len(multipliers)]] - budget)) - float(prices.sum()) + least
         best = max(best, value)
         upper = float(weights @ np.array(costs))
         if value >= upper * (1 - 1e-4) and not found_row:
@@ -104,9 +100,7 @@ def lower_bound(cuts: Cuts, plain: Timeline, budget: int, rounds: int = 16) -> B
     return Bound(best, tuple(drop_sets))
 
 
-def _master(
-    costs: NDArray[np.float64], over: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _master(costs: NDArray[np.float64], over: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Weights of the best mixture of drop sets, and the price of a byte at each row."""
     scale = max(float(np.abs(over).max()), 1.0)
     result = linprog(

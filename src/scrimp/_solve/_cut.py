@@ -33,9 +33,7 @@ class Cuts:
 
     def __init__(self, facts: Index) -> None:
         self.facts: Final = facts
-        self.values: Final = np.array(
-            sorted(value for value in facts.droppable if facts.size[value]), dtype=np.int64
-        )
+        self.values: Final = np.array(sorted(value for value in facts.droppable if facts.size[value]), dtype=np.int64)
         self._owner = np.array([facts.owner[value] for value in self.values], dtype=np.int64)
         self._is_unpacked = np.array([bool(facts.unpacks[value]) for value in self.values], dtype=bool)
         seconds = np.array([op.seconds for op in facts.trace.ops])
@@ -53,9 +51,7 @@ class Cuts:
     def groups(self) -> list[tuple[int, ...]]:
         """The values, put together where one op or unsaved values tie their replays to each other."""
         count = len(self.facts.trace.ops)
-        ties = csr_array(
-            (np.ones(len(self._edges)), (self._edges[:, 0], self._edges[:, 1])), shape=(count, count)
-        )
+        ties = csr_array((np.ones(len(self._edges)), (self._edges[:, 0], self._edges[:, 1])), shape=(count, count))
         _, group_of = connected_components(ties, directed=False)
         groups: dict[int, list[int]] = {}
         for value, owner in zip(self.values.tolist(), self._owner.tolist(), strict=True):

@@ -12,12 +12,8 @@ from ._liveness import Liveness
 
 __all__ = ["reduce", "restore"]
 
-_STILL_LEADS = (
-    0.9  # scores that wait are stale and too good; insisting would try all of many equal blocks each time
-)
-_DEEPENED = (
-    64  # values that may be let go once more; long chains, which need more, have schedules of their own
-)
+_STILL_LEADS = 0.9  # scores that wait are stale and too good; insisting would try all of many equal blocks each time
+_DEEPENED = 64  # values that may be let go once more; long chains, which need more, have schedules of their own
 _LEAST_SECONDS = 1e-12  # a gain below this is the noise of adding floats
 
 
@@ -65,9 +61,7 @@ def _deepen(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
     sizes = state.facts.size
     for value in sorted(candidates, key=lambda value: -sizes[value])[:_DEEPENED]:
         before = state.decision(value)
-        if not isinstance(before, Drop) or not any(
-            over[start:end].any() for start, end in state.retained(value)
-        ):
+        if not isinstance(before, Drop) or not any(over[start:end].any() for start, end in state.retained(value)):
             continue
         state.decide(value, Drop(before.passes + 1))
         left = state.excess(budget)

@@ -62,10 +62,7 @@ class Liveness:
     @property
     def decisions(self) -> dict[int, Decision]:
         """The plan as it stands, for every decided value."""
-        return {
-            value: Drop(self._passes[value]) if value in self._passes else Keep()
-            for value in self.facts.decided
-        }
+        return {value: Drop(self._passes[value]) if value in self._passes else Keep() for value in self.facts.decided}
 
     @property
     def peak(self) -> int:
@@ -228,9 +225,7 @@ class Liveness:
         return _Replay(frozenset(looked_at), frozenset(computed), cost)
 
     def _is_present(self, value: int, moment: int) -> bool:
-        return self._fixed[value] or any(
-            after < moment <= until for after, until in self._spans.get(value, ())
-        )
+        return self._fixed[value] or any(after < moment <= until for after, until in self._spans.get(value, ()))
 
     def _respan(self, value: int) -> set[int]:
         """Derive when a dropped value is there from when it is computed; returns what may see a change."""
@@ -256,7 +251,5 @@ class Liveness:
                 break
             if self.facts.trace.events[moment - first] == Unpack(value):
                 following = bisect_left(releases, moment + 1)
-                spans.append(
-                    (moment, releases[following] if following < len(releases) else self.facts.moments)
-                )
+                spans.append((moment, releases[following] if following < len(releases) else self.facts.moments))
         return spans

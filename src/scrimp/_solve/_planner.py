@@ -174,10 +174,7 @@ class Planner:
         if fitting:
             best = min(fitting, key=lambda start: start.timeline.seconds)
             faster = [start for start in failing if start.timeline.seconds < best.timeline.seconds]
-            blends = [
-                blend(self.facts, best.decisions, start.decisions, self._groups, budget)
-                for start in faster[:2]
-            ]
+            blends = [blend(self.facts, best.decisions, start.decisions, self._groups, budget) for start in faster[:2]]
             starts = [*blends, best.decisions]
         if len(self._values) <= _SMALL:
             starts.append({})

@@ -45,9 +45,7 @@ class Rotor:
         self.menus: Final = menus
         self._entry = [0 if block.entry is None else facts.size[block.entry] for block in blocks]
         least = min(menu.backward_need for menu in menus)
-        self._quantum = _quantum(
-            max(nbytes - least, 1), min((size for size in self._entry if size), default=1)
-        )
+        self._quantum = _quantum(max(nbytes - least, 1), min((size for size in self._entry if size), default=1))
         points = int(max(nbytes - least, 0) / self._quantum) + 1
         self._bytes = nbytes - self._quantum * np.arange(points, -1, -1)
         self._band = band
@@ -138,9 +136,7 @@ class Rotor:
         assert value is not None, "only the first block has no entry, and nothing hands to it"
         return value
 
-    def _retain_entry(
-        self, block: int, passed: list[int], is_replay: bool, plan: dict[int, Decision]
-    ) -> None:
+    def _retain_entry(self, block: int, passed: list[int], is_replay: bool, plan: dict[int, Decision]) -> None:
         plan[self._value(block)] = Drop(passed[block - 1]) if is_replay else Keep()
 
     def _retain(
