@@ -370,6 +370,7 @@ def test_complex_conjugates_and_negative_views() -> None:
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_tensors() -> None:
     """What has no strided storage is kept whole."""
 

@@ -68,7 +68,9 @@ def backward(
         tensor([2., 4.])
     """
     roots, gradients = _as_pairs(root, gradient)
-    if inputs is not None and not isinstance(inputs, Tensor | GradientEdge | Mapping):
+    if isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
+    elif inputs is not None and not isinstance(inputs, Tensor | GradientEdge):
         inputs = tuple(inputs)
     refuse_other_dtype(roots, gradients)
     watch: Watch | None = None
