@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import scrimp
 from scrimp.policy import KeepAll, KeepNone, KeepOps, Online
+from scrimp.testing import live_bytes
 
 aten = torch.ops.aten
 MATMULS = {aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu,
@@ -116,7 +117,7 @@ def whole_step(device: str, repeats: int) -> None:
         "torch selective": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=selective),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
-    peaks: dict[str, float] = {}
+    peaks: dict[str, int] = {}
     for repeat in range(repeats + 1):
         for name, call in variants.items():
             blocks.zero_grad()
@@ -124,22 +125,25 @@ def whole_step(device: str, repeats: int) -> None:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            y = x
-            for block in blocks:
-                y = call(block, y)
-            y.float().square().mean().backward()
+            # The first round warms up, and on the CPU counts bytes, which costs time.
+            with live_bytes() if repeat == 0 else nullcontext() as count:
+                y = x
+                for block in blocks:
+                    y = call(block, y)
+                y.float().square().mean().backward()
             if on_gpu:
                 torch.cuda.synchronize()
-                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+                peaks[name] = torch.cuda.max_memory_allocated()
+            elif count is not None:
+                peaks[name] = count.peak
             if repeat:
                 times[name].append(time.perf_counter() - start)
             del y
     base = statistics.median(times["plain"])
-    table = Table(f"{layers} blocks, d={width}, {batch}x{length} tokens", "ms", "over plain", "peak GiB")
+    table = Table(f"{layers} blocks, d={width}, {batch}x{length} tokens", "ms", "over plain", "peak MiB")
     for name, values in times.items():
         median = statistics.median(values)
-        peak = f"{peaks[name]:.2f}" if name in peaks else ""
-        table.add_row(name, f"{median * 1e3:.1f}", f"{(median / base - 1) * 100:+.1f}%", peak)
+        table.add_row(name, f"{median * 1e3:.1f}", f"{(median / base - 1) * 100:+.1f}%", f"{peaks[name] / 2**20:.1f}")
     Console().print(table)
 
 
