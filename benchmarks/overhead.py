@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import scrimp
-from scrimp.policy import KeepAll, KeepNone, KeepOps, Online
+from scrimp.policy import KeepAll, KeepNone, KeepOps, Online, Planned
 from scrimp.testing import live_bytes
 
 aten = torch.ops.aten
@@ -93,13 +93,38 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+Variant = Callable[[], Tensor]
+
+
 def whole_step(device: str, repeats: int) -> None:
     on_gpu = device == "cuda"
     width, layers, batch, length = (2048, 12, 4, 4096) if on_gpu else (256, 6, 4, 256)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers)).to(device, dtype)
     x = torch.randn(batch, length, width, device=device, dtype=dtype)
+    variants = ways_to_run(blocks, x)
+    peaks = {name: step(blocks, loss, device)[1] for name, loss in variants.items()}
+    if not on_gpu:  # tracing takes times by the host's clock
+        blocks.zero_grad()
+        seen = scrimp.trace(variants["plain"])
+        before = sum(part.nbytes for part in seen.resident)
+        for name in ("torch selective", "torch checkpoint"):
+            plan = scrimp.plan(seen, before + peaks[name])
+            variants[f"plan, in the bytes of {name}"] = planned(variants["plain"], Planned(seen, plan))
+        peaks = {name: step(blocks, loss, device)[1] for name, loss in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, loss in variants.items():
+            times[name].append(step(blocks, loss, device, count=False)[0])
+    base = statistics.median(times["plain"])
+    table = Table(f"{layers} blocks, d={width}, {batch}x{length} tokens", "ms", "over plain", "peak MiB")
+    for name, values in times.items():
+        median = statistics.median(values)
+        table.add_row(name, f"{median * 1e3:.1f}", f"{(median / base - 1) * 100:+.1f}%", f"{peaks[name] / 2**20:.1f}")
+    Console().print(table)
 
+
+def ways_to_run(blocks: nn.ModuleList, x: Tensor) -> dict[str, Variant]:
     def torch_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = op.overloadpacket in MATMULS
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -107,44 +132,49 @@ def whole_step(device: str, repeats: int) -> None:
     def selective() -> Any:
         return create_selective_checkpoint_contexts(torch_policy)
 
-    variants: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-        "plain": lambda block, x: block(x),
-        "scrimp, KeepAll": lambda block, x: scrimp.checkpoint(block, x, policy=KeepAll()),
-        "scrimp, nothing dropped": lambda block, x: scrimp.checkpoint(block, x, policy=Online(1 << 60)),
-        "scrimp, KeepNone": lambda block, x: scrimp.checkpoint(block, x),
-        "scrimp, KeepOps": lambda block, x: scrimp.checkpoint(block, x, policy=KeepOps(MATMULS)),
-        "torch checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
-        "torch selective": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=selective),
+    def each_block(call: Callable[[nn.Module, Tensor], Tensor]) -> Variant:
+        def loss() -> Tensor:
+            y = x
+            for block in blocks:
+                y = call(block, y)
+            return y.float().square().mean()
+
+        return loss
+
+    return {
+        "plain": each_block(lambda block, y: block(y)),
+        "KeepAll": each_block(lambda block, y: scrimp.checkpoint(block, y, policy=KeepAll())),
+        "recorded, nothing dropped": each_block(lambda block, y: scrimp.checkpoint(block, y, policy=Online(1 << 60))),
+        "torch selective": each_block(lambda block, y: checkpoint(block, y, use_reentrant=False, context_fn=selective)),
+        "KeepOps, the same operators": each_block(
+            lambda block, y: scrimp.checkpoint(block, y, policy=KeepOps(MATMULS))
+        ),
+        "torch checkpoint": each_block(lambda block, y: checkpoint(block, y, use_reentrant=False)),
+        "KeepNone": each_block(lambda block, y: scrimp.checkpoint(block, y)),
     }
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    peaks: dict[str, int] = {}
-    for repeat in range(repeats + 1):
-        for name, call in variants.items():
-            blocks.zero_grad()
-            if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            # The first round warms up, and on the CPU counts bytes, which costs time.
-            with live_bytes() if repeat == 0 else nullcontext() as count:
-                y = x
-                for block in blocks:
-                    y = call(block, y)
-                y.float().square().mean().backward()
-            if on_gpu:
-                torch.cuda.synchronize()
-                peaks[name] = torch.cuda.max_memory_allocated()
-            elif count is not None:
-                peaks[name] = count.peak
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-            del y
-    base = statistics.median(times["plain"])
-    table = Table(f"{layers} blocks, d={width}, {batch}x{length} tokens", "ms", "over plain", "peak MiB")
-    for name, values in times.items():
-        median = statistics.median(values)
-        table.add_row(name, f"{median * 1e3:.1f}", f"{(median / base - 1) * 100:+.1f}%", f"{peaks[name] / 2**20:.1f}")
-    Console().print(table)
+
+
+def planned(plain: Variant, policy: Planned) -> Variant:
+    def loss() -> Tensor:
+        with scrimp.session(policy):
+            return plain()
+
+    return loss
+
+
+def step(blocks: nn.ModuleList, loss: Variant, device: str, count: bool = True) -> tuple[float, int]:
+    """Return seconds and peak bytes of a step; counting bytes on the CPU costs time."""
+    blocks.zero_grad()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    with live_bytes() if count and device == "cpu" else nullcontext() as counted:
+        loss().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated()
+    return time.perf_counter() - start, counted.peak if counted is not None else 0
 
 
 if __name__ == "__main__":

@@ -198,6 +198,8 @@ class _BackwardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     """Run a training step and write down what it did.
 
+    Run it in the state in which the planned steps begin: where they start without gradients, so must this.
+
     Args:
         fn: Computes the loss, a tensor of one element. It runs twice, with the same draws of the default generators;
             the second time backward follows. Gradients, and the buffers of a module, are put back afterwards.
