@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from scrimp._budget import Budget, format_bytes, parse_budget
 from scrimp._limiter import Limiter
-from scrimp._meter import capacity_of, meter_for, resident_on
+from scrimp._meter import CAPTURED, capacity_of, look_before, meter_for
 from scrimp._plan import Plan
 from scrimp._report import Measured, Report, report_on
 from scrimp._scope import Control
@@ -159,26 +159,32 @@ class BudgetSession:
 
     def _begin(self, call: Call, inputs: list[Tensor]) -> Step:
         known = self._book.find(call)
-        resident = self._resident(known, inputs)
-        before = sum(part.nbytes for part in resident)
-        meter = meter_for(self.device, before)
         if known is None:
-            limiter = Limiter(self._control, meter, self._limit(before))
-            return UnknownStep(limiter, resident)
+            before = look_before(self.device, self._modules, inputs)
+            limiter = Limiter(self._control, meter_for(self.device, before.nbytes), self._limit(before.nbytes))
+            return UnknownStep(limiter, before)
+        resident = self._resident(known, inputs)
         trace, plan = self._planned(known, resident)
+        nbytes = sum(part.nbytes for part in resident)
+        meter = meter_for(self.device, nbytes)
         policy = Planned(trace, plan)
         self._control.policy = policy
-        limiter = Limiter(self._control, meter, self._limit(before), awake=False)
+        limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
         return KnownStep(limiter, known, policy, plan)
 
-    def _resident(self, known: Known | None, inputs: list[Tensor]) -> tuple[Resident, ...]:
-        modules = [] if self._module is None else [self._module]
-        if self.device.type == "cpu" and known is not None:
+    def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
+        """Return what is on the device now, before a step that is known."""
+        if self.device.type == "cpu":
             seen = self._book.settled.get(id(known), 0)
             if seen >= _STEPS_UNTIL_SETTLED and id(known) in self._book.planned:
                 return self._book.planned[id(known)][0].resident
             self._book.settled[id(known)] = seen + 1
-        return resident_on(self.device, modules, inputs)
+        captured = tuple(part for part in known.trace.resident if part.name == CAPTURED)
+        return (*look_before(self.device, self._modules, inputs).parts, *captured)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [] if self._module is None else [self._module]
 
     def _limit(self, before: int) -> int:
         """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""

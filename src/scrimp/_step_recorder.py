@@ -16,6 +16,7 @@ from scrimp._draft import Draft, DraftOp
 from scrimp._geometry import is_plain
 from scrimp._limiter import Limiter
 from scrimp._live import users
+from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._record import Recorder, tensors_in
 from scrimp._saved import Handle, Hooks
@@ -23,13 +24,18 @@ from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
 from scrimp._value import Call, Value
 
+_SMALL = 512  # what takes no more than this part of the budget is held even though nobody may need it
+
 
 @final
 class StepRecorder(Recorder):
     """A recorder that writes down each operator, in the words of a trace."""
 
-    def __init__(self, scope: Limiter) -> None:
+    def __init__(self, scope: Limiter, before: Before) -> None:
         super().__init__(scope)
+        self.before = before
+        self.found_bytes = 0
+        """Bytes of storages that were there before the step, and not known until it used them."""
         self.limiter = scope
         self.draft = Draft()
         self.ids: dict[Value, int] = {}
@@ -75,6 +81,13 @@ class StepRecorder(Recorder):
         op.transient = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
         return result
 
+    def _read(self, tensor: Tensor) -> Value:
+        value = super()._read(tensor)
+        gone_for_good = value.call is None and value.tensor is None
+        if gone_for_good and value.nbytes * _SMALL <= (self.limiter.budget or 0):
+            self._root(value, tensor)  # little enough to hold for those who may have to be replayed from it
+        return value
+
     # -- values -----------------------------------------------------------------------------------------------------
 
     def _enter(self, tensor: Tensor, call: Call | None, index: int) -> Value:
@@ -85,6 +98,8 @@ class StepRecorder(Recorder):
         self.ids[value] = len(self.draft.values)
         if self._adopting or (before is not None and before.external):
             self.draft.values.append(TracedValue(value.nbytes, None))
+            if before is None and address not in self.before.addresses:
+                self._found(tensor)
             return value
         here = value.device == self.limiter.meter.device
         if here:
@@ -96,6 +111,13 @@ class StepRecorder(Recorder):
         self._watched[address] = value
         self._versions.setdefault(address, []).append(weakref.ref(value))
         return value
+
+    def _found(self, tensor: Tensor) -> None:
+        meter = self.limiter.meter
+        for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            if one is not None and one.device == meter.device and meter.device.type == "cpu":
+                self.found_bytes += one.untyped_storage().nbytes()
+                meter.found(one.untyped_storage().nbytes())
 
     def _supersede(self, before: Value | None, call: Call | None, number: int) -> int | None:
         """Write down the end of what was overwritten; return its id if it was also read."""
