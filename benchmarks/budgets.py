@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     bad = [
