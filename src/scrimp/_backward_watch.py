@@ -63,6 +63,11 @@ class BackwardWatch:
                     self._meter.made(storage)
         return result
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that are alive of what backward made."""
+        return self._own.now
+
     def begin(self) -> None:
         """Start the clock."""
         self._start = self._meter.mark()

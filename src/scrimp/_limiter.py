@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, TypeVar, final
 
@@ -15,6 +15,7 @@ from scrimp._meter import Meter
 from scrimp._predict import Forecast
 from scrimp._replay import Replay
 from scrimp._scope import Control, Scope
+from scrimp._standing import Standing, lines_of
 from scrimp._value import Value, secure
 from scrimp.errors import BudgetError
 
@@ -34,7 +35,7 @@ class Limiter(Scope):
         awake: whether it watches the device. A step that follows its plan needs no watching.
     """
 
-    __slots__ = ("_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "meter")
+    __slots__ = ("_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "meter", "standing")
 
     def __init__(self, control: Control, meter: Meter, budget: int | None, awake: bool = True) -> None:
         super().__init__(control, parent=None)
@@ -45,6 +46,8 @@ class Limiter(Scope):
         self._in_use: Set[Value] = frozenset()
         self._making_room = False
         self._promised = 0
+        self.standing: Callable[[], Iterable[Standing]] = tuple
+        """Says what stands on the device, for an error."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -131,7 +134,8 @@ class Limiter(Scope):
         return BudgetError(
             f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
             f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
-            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks",
+            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n"
+            + lines_of(self.standing()),
             smallest=need,
         )
 

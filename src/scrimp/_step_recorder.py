@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._record import Recorder, tensors_in
 from scrimp._saved import Handle, Hooks
+from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
 from scrimp._value import Call, Value
@@ -42,6 +43,7 @@ class StepRecorder(Recorder):
         self.module = ""
         """The path of the module that is running."""
         self.backward = BackwardWatch(scope, self.draft)
+        scope.standing = self.standing
         self._adopting = False
         self._calls: list[Call | None] = []
         """How to repeat each of the values that the operator made that runs now."""
@@ -171,6 +173,18 @@ class StepRecorder(Recorder):
             if tensor is not None and tensor.untyped_storage()._cdata == address
         }
         return len(held)
+
+    def standing(self) -> Iterator[Standing]:
+        """Say what stands on the device now."""
+        for part in self.before.parts:
+            yield Standing(part.name, "", part.nbytes)
+        yield Standing("gradients and other memory of backward", "", self.backward.own_bytes)
+        alive = {id(value): value for value in self._values.values()}
+        alive |= {id(value): value for value in self.ids if value.tensor is not None}
+        for value in alive.values():
+            number = self.draft.values[self.ids[value]].op
+            if number is not None:
+                yield Standing(self.draft.ops[number].name, self.draft.ops[number].module, value.nbytes)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
