@@ -74,13 +74,8 @@ class StepRecorder(Recorder):
         return result
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        limiter, meter, op = self.limiter, self.limiter.meter, self.draft.ops[-1]
-        limiter.make_room_for(func, args, kwargs)
-        level, requested = meter.level(), meter.requested()
-        op.start = meter.mark()
-        result = limiter.retried(lambda: func(*args, **kwargs))
-        op.end = meter.mark()
-        op.transient = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
+        op = self.draft.ops[-1]
+        result, (op.start, op.end, op.transient) = self.limiter.timed(func, args, kwargs)
         return result
 
     def _read(self, tensor: Tensor) -> Value:
@@ -235,6 +230,4 @@ class StepHooks(Hooks):
         """Give autograd the tensor that a handle stands for."""
         if isinstance(packed, Handle):
             self._step.note_unpack(packed.value)
-        tensor = super().unpack(packed)
-        self._step.backward.begin()
-        return tensor
+        return super().unpack(packed)

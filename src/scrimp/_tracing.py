@@ -194,7 +194,6 @@ def _go_backward(loss: Tensor | None, tracing: Tracing) -> None:
             f"need a loss, a tensor of one element that requires grad, to go backward from; have {loss!r:.80}"
         )
     tracing.recorder.look_for_deaths()
-    tracing.recorder.backward.begin()
     torch.autograd.backward(loss)
     tracing.recorder.backward.close("")
 

@@ -40,6 +40,8 @@ class Decision(Enum):
     DROP = "drop"
 
 
+_LARGEST_BLOCK = 512  # bytes; sizes in a trace are rounded up to the blocks of the device's allocator
+
 KEEP = Decision.KEEP
 DROP = Decision.DROP
 
@@ -250,6 +252,11 @@ def _place(trace: Trace, value: int) -> tuple[int, int]:
     return made.op, made.output
 
 
+def _same_size(traced: int, nbytes: int) -> bool:
+    """Tell whether a traced size, rounded to an allocator's blocks, or 0 on a device without a budget, can be this."""
+    return not traced or 0 <= traced - nbytes < _LARGEST_BLOCK
+
+
 @final
 class Planned(Policy):
     """Do what a plan says.
@@ -297,8 +304,7 @@ class Planned(Policy):
         op, _ = value.place
         number = self._ids.get(value.place)
         if number is not None:
-            same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
-            if same:
+            if self._trace.ops[op].name == value.name and _same_size(self._trace.values[number].nbytes, value.nbytes):
                 return self._plan.decisions.get(number)
         self.departed = True
         return None
