@@ -32,7 +32,9 @@ _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
 _WORTH_A_PLAN = 16  # a part of the budget: when that much more is free than a plan was made for, a new one is made
 _MARGIN = 0.01  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
-_PATIENCE = 2  # planned steps in which it may fail before: it has to get rid of what other steps left behind
+_PATIENCE = 2  # planned steps in which it may start over before: it has to get rid of what other steps left behind
+_TRIALS = 2  # steps for which a plan is on trial
+_FIRST_MARGIN = 0.01  # of the budget, on a GPU: what an allocator loses between the pieces of memory it gives out
 
 
 class _Line(threading.local):
@@ -55,6 +57,9 @@ class _Book:
         self.planned: dict[int, tuple[Trace, Plan]] = {}
         """By the identity of what is known, the latest plan and the trace that it is for."""
         self.settled: dict[int, int] = {}
+        """By the identity of what is known, how often what is there before it was looked up."""
+        self.carried_out: dict[int, int] = {}
+        """By the identity of what is known, in how many steps its plan was followed."""
         self.latest: Known | None = None
 
     def find(self, call: Call) -> Known | None:
@@ -87,9 +92,8 @@ class BudgetSession:
         self._module = module
         self._control = Control(KeepAll(), verify=False)
         self._book = _Book()
-        self._margin = 0.0
-        self._failures = 0
-        self._failed = 0
+        self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
+        self._failures = self._retries = self._tried = 0
         self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
@@ -173,7 +177,8 @@ class BudgetSession:
         policy = Planned(trace, plan)
         self._control.policy = policy
         limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
-        return KnownStep(limiter, known, policy, plan)
+        on_trial = self.device.type == "cuda" and self._book.carried_out.get(id(known), 0) < _TRIALS
+        return KnownStep(limiter, known, policy, plan, on_trial)
 
     def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
         """Return what is on the device now, before a step that is known."""
@@ -215,6 +220,7 @@ class BudgetSession:
                 return old
         found = self._solved(known, resident, limit)
         self._book.planned[id(known)] = found
+        self._book.carried_out[id(known)] = 0
         return found
 
     def _solved(self, known: Known, resident: tuple[Resident, ...], limit: int) -> tuple[Trace, Plan]:
@@ -244,6 +250,7 @@ class BudgetSession:
                     self._book.add(known, before)
             case KnownStep():
                 self._book.latest = step.known
+                self._book.carried_out[id(step.known)] = self._book.carried_out.get(id(step.known), 0) + 1
                 if step.departed:
                     self._book.forget(step.known)
                 elif step.ended is not None:
@@ -253,13 +260,14 @@ class BudgetSession:
 
     def _count_failures(self, step: Step) -> None:
         """Plan for less where the allocator had to start over in several planned steps: memory is in pieces."""
-        failures = int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
-        if isinstance(step, KnownStep) and failures > self._failures:
-            self._failed += 1
-            if self._failed > _PATIENCE:
+        statistics = torch.cuda.memory_stats(self.device)
+        retries, failures = statistics.get("num_alloc_retries", 0), statistics.get("num_ooms", 0)
+        if isinstance(step, KnownStep):
+            self._tried += retries > self._retries
+            if failures > self._failures or self._tried > _PATIENCE:
                 self._margin = min(self._margin + _MARGIN, 0.5)
-                self._failed = 0
-        self._failures = failures
+                self._tried = 0
+        self._retries, self._failures = retries, failures
 
     # -- as a context -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import abc
 import gc
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -167,7 +168,9 @@ def prefer_expandable_segments() -> None:
     Otherwise a step that fits by its bytes may fail for want of so many bytes in a row.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its successor does not reach the CUDA allocator in 2.11
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 @dataclass(frozen=True, slots=True)

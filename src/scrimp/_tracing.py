@@ -74,7 +74,7 @@ class Tracing:
         self.recorder = StepRecorder(limiter, before)
         self._mode = StepMode(self.recorder)
         self._hooks = StepHooks(self.recorder, limiter)
-        self._ambient = Ambient(self._mode, self._hooks.pack, self._hooks.unpack)
+        self._ambient = Ambient(self._mode, (self._hooks.pack, self._hooks.unpack))
 
     @contextmanager
     def span(self, module: nn.Module | None = None) -> Iterator[None]:

@@ -303,9 +303,9 @@ class Planned(Policy):
     def _decision(self, value: Candidate) -> object:
         op, _ = value.place
         number = self._ids.get(value.place)
-        if number is not None:
-            if self._trace.ops[op].name == value.name and _same_size(self._trace.values[number].nbytes, value.nbytes):
-                return self._plan.decisions.get(number)
+        same_op = number is not None and self._trace.ops[op].name == value.name
+        if number is not None and same_op and _same_size(self._trace.values[number].nbytes, value.nbytes):
+            return self._plan.decisions.get(number)
         self.departed = True
         return None
 
