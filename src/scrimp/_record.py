@@ -19,7 +19,7 @@ from scrimp._geometry import covers_storage, geometry_of, is_plain, private_copy
 from scrimp._operators import Kind, Operator, operator
 from scrimp._rng import draw_before
 from scrimp._streams import stream_of
-from scrimp._value import Blank, Call, Ref, Value, release, secure, share
+from scrimp._value import Blank, Call, Ref, Shown, Value, release, secure, share
 
 if TYPE_CHECKING:
     from scrimp._scope import Scope
@@ -47,6 +47,8 @@ class Recorder:
         self._released: deque[Value] = deque()
         self._replayed: dict[int, set[Value]] = {}
         self._values: dict[int, Value] = {}
+        self._written: list[Value] = []
+        """Saved values that the last operator overwrote."""
         self._sequence = 0
         self._environment = _environment.current()
 
@@ -102,8 +104,10 @@ class Recorder:
     def find(self, tensor: Tensor) -> Value:
         """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
         value = self._values.get(tensor.untyped_storage()._cdata)
-        if value is not None and tensor._version <= value.seen:
-            return value
+        if value is not None:
+            version = tensor._version
+            if version <= value.at_birth or (version <= value.seen and value.born() is not tensor):
+                return value
         # Unknown, or written without a word to the dispatcher: either way nobody can say how to make it again.
         return self._adopt(tensor, external=value is None or value.external)
 
@@ -142,10 +146,12 @@ class Recorder:
     def close(self) -> None:
         """Forget every storage: nothing more will be recorded. What autograd saved lives on with its handles."""
         with self:
+            self.settle_writes()
             values = list(self._values.values())
             self._values.clear()
             for value in values:
-                value.storage = None
+                storage = value.storage() if value.storage is not None else None
+                value.storage = weakref.ref(storage) if storage is not None else None  # one without a tie to us
                 value.rooted = False
                 if value.demand == 0 and value.tensor is not None:
                     value.let_go()
@@ -174,6 +180,8 @@ class Recorder:
         written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
         self._sequence += 1
         with self:
+            if self._written:
+                self.settle_writes()
             try:
                 call = self._note(facts, args, kwargs, written)
             except _UnrepeatableError:
@@ -185,9 +193,7 @@ class Recorder:
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
-            if not facts.writes_uncounted:
-                value.version += 1  # autograd counts the write only after this operator has returned to it
-            value.seen = max(value.seen, value.version)
+            value.written(counted=not facts.writes_uncounted)
         for index, tensor in enumerate(results):
             if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
                 self._enter(tensor, call, index)
@@ -207,7 +213,7 @@ class Recorder:
         """
         if not facts.replayable or not torch.is_grad_enabled():
             return None
-        blank = () if not written or facts.reads_what_it_writes(args) else [t for t in written if covers_storage(t)]
+        blank = [] if not written or facts.reads_what_it_writes(args) else _blanks(written, args, kwargs)
         inputs: dict[Value, None] = {}
         noted_args = [self._noted(argument, blank, inputs) for argument in facts.with_snapshots(args)]
         noted_kwargs = {name: self._noted(argument, blank, inputs) for name, argument in kwargs.items()}
@@ -216,7 +222,7 @@ class Recorder:
             draw = draw_before(args, kwargs)
             if draw is None:
                 return None
-        if _environment.changed_since(self._environment):
+        if _environment.changed_since(self._environment, facts.picks_kernels):
             self._environment = _environment.current()
         changed = [self.find(tensor) for tensor in written if not _is_among(tensor, blank)]
         return Call(
@@ -232,7 +238,7 @@ class Recorder:
                 raise _UnrepeatableError
             value = self._read(argument)
             inputs[value] = None
-            return Ref(value, None if value.born() is argument else geometry_of(argument))
+            return Ref(value, None if value.is_what_was_made(argument) else geometry_of(argument))
         if isinstance(argument, (list, tuple)):
             return [self._noted(one, blank, inputs) for one in argument]
         return argument
@@ -257,6 +263,8 @@ class Recorder:
         value.overwritten = True
         value.rooted = False
         if value.tensor is None:
+            if value.handles:
+                self._written.append(value)
             return value.external
         if value.demand == 0:
             value.let_go()
@@ -264,9 +272,25 @@ class Recorder:
             value.stale = True
             _drop_if_stale(value)
         else:
+            if value.handles and value.witness is not None:
+                value.shown = Shown(value.tensor, value.witness, value.version)
             copy = private_copy(value.tensor)
             value.hold(copy, copy)
         return value.external
+
+    def settle_writes(self) -> None:
+        """See that autograd is given what it would have, where a saved and dropped value was overwritten.
+
+        Where the version of the tensor that was saved has risen, it would refuse; so what is given does not matter. But
+        a write through ``tensor.data`` goes unnoticed, and autograd then uses what has been written.
+        """
+        while self._written:
+            value = self._written.pop()
+            born = value.born()
+            if born is not None and value.handles and value.tensor is None and born._version == value.at_birth:
+                alias = share(born)
+                value.hold(alias, alias)
+                value.stale = True
 
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
@@ -278,8 +302,16 @@ class Recorder:
 
 
 def _drop_if_stale(value: Value) -> None:
-    if value.stale and not value.handles and value.tensor is not None:
-        value.let_go()
+    if not value.handles:
+        value.shown = None
+        if value.stale and value.tensor is not None:
+            value.let_go()
+
+
+def _blanks(written: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return those that are overwritten as a whole, and are not read as another argument of the same call."""
+    given = list(tensors_in([*args, *kwargs.values()]))
+    return [tensor for tensor in written if covers_storage(tensor) and sum(one is tensor for one in given) == 1]
 
 
 def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:

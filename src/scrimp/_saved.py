@@ -87,7 +87,7 @@ class Hooks:
         with self._recorder as recorder:
             value = recorder.find(tensor)
             self._save(value, tensor, by_function)
-            geometry = None if value.born() is tensor else geometry_of(tensor)
+            geometry = None if value.is_what_was_made(tensor) else geometry_of(tensor)
             return Handle(value, None if geometry == value.geometry else geometry, recorder)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
@@ -120,16 +120,21 @@ class Hooks:
                     raise SavedChangedError(saved_changed(f"a {tensor.layout} tensor of {tensor.dtype}"))
                 return tensor
         value = packed.value
-        with packed.recorder:
+        with packed.recorder as recorder:
+            recorder.settle_writes()
             if value.tensor is not None and not value.unchanged():
                 raise SavedChangedError(saved_changed(f"a tensor ({value})"))
-            if value.tensor is not None:
+            if value.shown is not None:
+                tensor, witness, version = value.shown
+                if witness._version != version:
+                    raise SavedChangedError(saved_changed(f"a tensor ({value})"))
+            elif value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
                 if value.replayed and value.demand == 1:
                     value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
-                tensor = _bring_back(value, packed.recorder)
+                tensor = _bring_back(value, recorder)
             if packed.geometry is None:
                 return tensor
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():

@@ -45,6 +45,14 @@ class Blank(NamedTuple):
     device: torch.device
 
 
+class Shown(NamedTuple):
+    """A tensor, one that shares its version counter, and what that counted."""
+
+    tensor: Tensor
+    witness: Tensor
+    version: int
+
+
 class Call:
     """An operator as it was called, with its tensors replaced by :class:`Ref` and :class:`Blank`."""
 
@@ -124,7 +132,9 @@ class Value:
     pinned = False
     """The policy decided to keep it: it is held whenever it is demanded."""
     state = State.ABSENT
-    storage: object = None
+    storage: weakref.ref[torch.UntypedStorage] | None = None
+    shown: Shown | None = None
+    """What autograd's handles stand for, where the storage was overwritten and ``tensor`` is a copy for replays."""
 
     def __init__(self, tensor: Tensor, nbytes: int, scope: Scope, call: Call | None, index: int) -> None:
         self.call = call
@@ -135,10 +145,33 @@ class Value:
         self.nbytes = nbytes
         self.device = tensor.device
         self.scope = scope
-        self.version = self.seen = tensor._version
-        """``version``: of the tensor that it was born as or is held through, when that showed this value.
+        self.version = self.at_birth = self.seen = tensor._version
+        """``version``: of the tensor that it is held through, when that showed this value.
+        ``at_birth``: of the tensor that it was born as.
         ``seen``: the highest of any tensor that was seen to look at the storage; some views count on their own."""
         self.born: Callable[[], Tensor | None] = weakref.ref(tensor)
+
+    def written(self, counted: bool) -> None:
+        """Take note that it was made by a write, which autograd counts only after the operator has returned to it."""
+        if counted:
+            self.version += 1
+            self.at_birth += 1
+        self.seen = max(self.seen, self.at_birth)
+
+    def is_what_was_made(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is the one that it was born as, and still looks at the storage in the same way.
+
+        Assigning to ``tensor.data`` gives a tensor object another geometry, and moves no version counter.
+        """
+        made = self.geometry
+        return (
+            self.born() is tensor
+            and tensor.stride() == made.stride
+            and tensor.shape == made.size
+            and tensor.storage_offset() == made.offset
+            and tensor.dtype is made.dtype
+            and tensor.is_conj() is made.conj
+        )
 
     def reshaped_through(self, tensor: Tensor) -> None:
         """Take note that a tensor object is about to look in another way at the storage, which counts as a write."""
@@ -159,7 +192,7 @@ class Value:
     def hold_through(self, tensor: Tensor) -> None:
         """Keep the content alive through any tensor that looks at its storage."""
         witness = share(tensor)
-        if self.born() is tensor or geometry_of(tensor) == self.geometry:
+        if self.is_what_was_made(tensor) or geometry_of(tensor) == self.geometry:
             self.hold(witness, witness)
         else:
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
@@ -167,7 +200,7 @@ class Value:
 
     def let_go(self, evicted: bool = False) -> None:
         """Stop keeping the content alive."""
-        self.tensor = self.witness = self.ready = None
+        self.tensor = self.witness = self.ready = self.shown = None
         self.replayed = False
         self.settle(evicted)
 
@@ -255,7 +288,12 @@ def _undemand(value: Value) -> None:
 def _hold_what_lives(value: Value) -> bool:
     """Hold a value through the tensor that it was born as, if that is alive and was not written."""
     tensor = value.born()
-    if tensor is None or value.overwritten or tensor._version != value.version:
+    if tensor is None or value.overwritten or tensor._version != value.at_birth:
+        return False
+    storage = value.storage() if value.storage is not None else None
+    if storage is None or tensor.untyped_storage()._cdata != storage._cdata:
+        return False  # the tensor object has been given other memory since, by assigning to its ``data``
+    if not value.is_what_was_made(tensor):
         return False
     alias = share(tensor)
     value.hold(alias, alias)
