@@ -28,12 +28,8 @@ from scrimp._tracing import device_of
 from scrimp.errors import BudgetError, SessionError
 from scrimp.policy import KeepAll, Planned
 
-_GRAIN = (
-    512  # a plan is made for resident bytes rounded up to this part of the budget, so that few bytes change nothing
-)
-_STEPS_UNTIL_SETTLED = (
-    3  # on the CPU, what is alive is looked up again in this many steps (optimizers make their state)
-)
+_GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
+_STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
 _MARGIN = 0.02  # of the budget, given up whenever the allocator could not place what a plan had promised to fit
 
 
@@ -54,8 +50,8 @@ class _Book:
 
     def __init__(self) -> None:
         self.known: dict[object, Known] = {}
-        self.plans: dict[int, Plan] = {}
-        """By the identity of what is known, the latest plan."""
+        self.planned: dict[int, tuple[Trace, Plan]] = {}
+        """By the identity of what is known, the latest plan and the trace that it is for."""
         self.settled: dict[int, int] = {}
         self.latest: Known | None = None
 
@@ -92,7 +88,6 @@ class BudgetSession:
         self._margin = 0.0
         self._failures = 0
         self._measured = Measured()
-        self._latest_trace: Trace | None = None
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
 
@@ -113,16 +108,14 @@ class BudgetSession:
         """What the latest step that was recorded did; None before the first was finished."""
         self._settle()
         known = self._book.latest
-        return self._latest_trace or (known.trace if known is not None else None)
+        return None if known is None else self._current(known)[0]
 
     @property
     def plan(self) -> Plan | None:
         """The plan for the latest step, made now if need be; None before the first step was finished."""
         self._settle()
         known = self._book.latest
-        if known is None:
-            return None
-        return self._book.plans.get(id(known)) or self._planned(known, known.trace.resident)[1]
+        return None if known is None else self._current(known)[1]
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
@@ -131,9 +124,13 @@ class BudgetSession:
             raise SessionError("there is nothing to report yet: run a step, forward and backward, first")
         return report_on(trace, plan, self._measured)
 
+    def _current(self, known: Known) -> tuple[Trace, Plan]:
+        return self._book.planned.get(id(known)) or self._planned(known, known.trace.resident)
+
     def detach(self) -> None:
         """Leave the model as it was before :func:`scrimp.limit`."""
-        self._settle()
+        if _line.owner is self:
+            _settle_line()
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -178,8 +175,8 @@ class BudgetSession:
         modules = [] if self._module is None else [self._module]
         if self.device.type == "cpu" and known is not None:
             seen = self._book.settled.get(id(known), 0)
-            if seen >= _STEPS_UNTIL_SETTLED and self._latest_trace is not None:
-                return self._latest_trace.resident
+            if seen >= _STEPS_UNTIL_SETTLED and id(known) in self._book.planned:
+                return self._book.planned[id(known)][0].resident
             self._book.settled[id(known)] = seen + 1
         return resident_on(self.device, modules, inputs)
 
@@ -195,25 +192,30 @@ class BudgetSession:
         """Return a plan for a step that begins with ``resident`` on the device, and the trace that it is for."""
         now = sum(part.nbytes for part in resident)
         limit = self._limit(now)
-        old, trace = self._book.plans.get(id(known)), self._latest_trace
-        if old is not None and trace is not None and trace.ops is known.trace.ops:
-            planned = sum(part.nbytes for part in trace.resident)
-            if now <= planned <= now + limit // 16 and (self._activations_only or old.budget == limit):
-                return trace, old
+        old = self._book.planned.get(id(known))
+        if old is not None:
+            planned = sum(part.nbytes for part in old[0].resident)
+            above = old[1].budget - planned
+            if now <= planned <= now + limit // 16 and self._limit(planned) == old[1].budget:
+                return old
+            if self._activations_only and above == limit - now:
+                return old
+        found = self._solved(known, resident, limit)
+        self._book.planned[id(known)] = found
+        return found
+
+    def _solved(self, known: Known, resident: tuple[Resident, ...], limit: int) -> tuple[Trace, Plan]:
+        now = sum(part.nbytes for part in resident)
         grain = max(limit // _GRAIN, 1)
         slack = Resident("allowance for what may come", -(-now // grain) * grain - now)
-        for parts in ((*resident, slack), resident):
-            trace = replace(known.trace, resident=parts)
+        if not self._activations_only:
             try:
-                plan = solve(trace, limit)
+                trace = replace(known.trace, resident=(*resident, slack))
+                return trace, solve(trace, limit)
             except BudgetError:
-                if parts is resident:
-                    raise
-                continue
-            self._book.plans[id(known)] = plan
-            self._latest_trace = trace
-            return trace, plan
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                pass  # it is tight: try without an allowance
+        trace = replace(known.trace, resident=resident)
+        return trace, solve(trace, limit)
 
     def _settle(self) -> None:
         """If a step of this session is over, learn from it."""

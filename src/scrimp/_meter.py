@@ -42,6 +42,7 @@ class Meter(abc.ABC):
     def seconds(self, start: Any, end: Any) -> float:
         """Return the time between two marks."""
 
+    @abc.abstractmethod
     def settle(self) -> None:
         """Wait until all marks have been passed."""
 
@@ -77,6 +78,9 @@ class HostMeter(Meter):
         """Return the time between two marks."""
         return end - start
 
+    def settle(self) -> None:
+        """Do nothing: the host's marks have passed when they are made."""
+
 
 @final
 class CudaMeter(Meter):
@@ -103,13 +107,13 @@ class CudaMeter(Meter):
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the time between two events."""
-        return start.elapsed_time(end) / 1000
+        return float(start.elapsed_time(end)) / 1000
 
     def settle(self) -> None:
         """Wait for the device."""

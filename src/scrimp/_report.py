@@ -41,7 +41,7 @@ class Measured:
         if not self._marks:
             return None
         self._marks[-1][0].settle()
-        return median(meter.seconds(began, ended) for meter, began, ended in self._marks)
+        return float(median(meter.seconds(began, ended) for meter, began, ended in self._marks))
 
 
 @dataclass(frozen=True, slots=True)

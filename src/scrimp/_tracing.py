@@ -6,30 +6,25 @@ engine threads inherit. So it also sees a loss that is computed outside of the m
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scrimp._ambient import Ambient
 from scrimp._limiter import Limiter
 from scrimp._meter import meter_for, resident_on
 from scrimp._record import replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Trace
-from scrimp.errors import TraceError
+from scrimp.errors import BudgetError, TraceError
 from scrimp.policy import EveryN
 
 
@@ -39,8 +34,10 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self.inside = False
+        """Code that a plan can decide about is running."""
         self.closed = False
-        """It has seen its step, and only waits for a chance to leave."""
+        """It has seen its step, or failed, and only waits for a chance to leave."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -51,84 +48,57 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented
+        try:
+            return self._watched(func, args, kwargs)
+        except BudgetError:
+            self.closed = True
+            raise
+
+    def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         recorder = self._recorder
         if replaying.active:
             return recorder.backward.replay(func, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return recorder.backward.run(func, args, kwargs)
-        if recorder.draft.events and (recorder.draft.is_over or not torch.is_grad_enabled()):
-            self.closed = recorder.draft.is_over
+        if recorder.draft.events and not self.inside:
+            self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
             return func(*args, **kwargs)
         return recorder.run(func, args, kwargs)
 
 
 @final
 class Tracing:
-    """A step that is being recorded, and held under a budget if there is one.
-
-    The mode goes below all others and can stay on when the block that opened it is left, since those above it come and
-    go without taking notice.
-    """
+    """A step that is being recorded, and held under a budget if there is one, until it is told to leave."""
 
     def __init__(self, limiter: Limiter) -> None:
         self.recorder = StepRecorder(limiter)
         self._mode = StepMode(self.recorder)
         self._hooks = StepHooks(self.recorder, limiter)
-        self._on = False
+        self._ambient = Ambient(self._mode, self._hooks.pack, self._hooks.unpack)
 
     @contextmanager
     def span(self, module: nn.Module | None = None) -> Iterator[None]:
         """Record what runs in the block as something that a plan can decide about."""
-        self.enter()
         ops = self.recorder.draft.ops
         first = len(ops)
-        with saved_tensors_hooks(self._hooks.pack, self._hooks.unpack), _paths(module, self.recorder):
-            yield
+        self._mode.inside = True
+        self._ambient.enter()
+        try:
+            with ExitStack() as stack:
+                if not self._ambient.hooks_are_on:
+                    stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
+                stack.enter_context(_paths(module, self.recorder))
+                yield
+        finally:
+            self._mode.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Record what runs in the block as something that no plan can decide about."""
-        self.enter()
-        with saved_tensors_hooks(self._hooks.pack, self._hooks.unpack):
-            yield
-
-    def enter(self) -> None:
-        """Turn the mode on, below all others."""
-        if self._on:
-            return
-        above = _pop_all()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        _push_all(above)
-        self._on = True
-
     def leave(self) -> None:
-        """Turn the mode off, wherever it is, and forget every storage."""
-        if not self._on:
-            return
-        self._on = False
+        """Stop recording, and forget every storage."""
         self._mode.closed = True
-        if self._mode in _get_current_dispatch_mode_stack():
-            above = _pop_all(down_to=self._mode)
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            _push_all(above)
+        self._ambient.leave()
         self.recorder.look_for_deaths()
         self.recorder.close()
-
-
-def _pop_all(down_to: TorchDispatchMode | None = None) -> list[TorchDispatchMode]:
-    """Take modes off the stack, from the top; return them in that order."""
-    popped: list[TorchDispatchMode] = []
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if mode is down_to:
-            break
-        popped.append(_pop_mode())
-    return popped
-
-
-def _push_all(popped: list[TorchDispatchMode]) -> None:
-    for mode in reversed(popped):
-        _push_mode(mode)
 
 
 @contextmanager
@@ -146,7 +116,7 @@ def _paths(module: nn.Module | None, recorder: StepRecorder) -> Iterator[None]:
     def leave(*_: object) -> None:
         recorder.module = stack.pop() if stack else ""
 
-    with contextlib.ExitStack() as hooks:
+    with ExitStack() as hooks:
         for path, child in module.named_modules() if module is not None else ():
             if path and not isinstance(child, torch.jit.ScriptModule):
                 hooks.callback(child.register_forward_pre_hook(enter(path)).remove)
