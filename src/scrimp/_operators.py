@@ -55,6 +55,8 @@ class Operator:
     varies: bool
     """Two runs of it may differ, on a GPU at least, if deterministic algorithms are not asked for."""
     varies_on_cpu: bool
+    snapshots: bool
+    """Some arguments can change later without a trace in any version counter."""
     picks_kernels: bool
     """Settings of the process, such as whether cuDNN may be used and with which precision, say how it computes."""
 
@@ -84,8 +86,6 @@ class Operator:
 
         Batch norm in evaluation mode reads running statistics that training writes behind autograd's back.
         """
-        if self.overwrites_in_training is None or not self.writes or self.random:
-            return args
         if self._training(args):
             return args
         return [Frozen(arg.clone()) if i in self.writes and arg is not None else arg for i, arg in enumerate(args)]
@@ -189,17 +189,18 @@ def _describe(func: OpOverload) -> Operator:
         replayable=(func.namespace in _KNOWN_NAMESPACES and packet not in _BLANKS and packet not in _STATEFUL),
         varies=packet in _VARIES_ON_GPU,
         varies_on_cpu=packet in _VARIES_ON_CPU,
+        snapshots=func in _BATCH_NORMS,
         picks_kernels=any(part in func._schema.name for part in _PICK_KERNELS),
     )
 
 
-_known: dict[int, Operator] = {}
+# Those of custom operators stay, should they be destroyed: an id may be given to another one.
+_known: dict[OpOverload, Operator] = {}
 
 
 def operator(func: OpOverload) -> Operator:
     """Return the facts about ``func``; they are worked out once."""
-    found = _known.get(id(func))
-    # The identity is checked because a custom operator can be destroyed and its id be given to another one.
-    if found is None or found.func is not func:
-        found = _known[id(func)] = _describe(func)
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _describe(func)
     return found

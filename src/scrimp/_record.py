@@ -15,7 +15,14 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
-from scrimp._geometry import covers_storage, geometry_of, is_plain, private_copy
+from scrimp._geometry import (
+    covers_storage,
+    geometry_of,
+    geometry_of_result,
+    is_plain,
+    is_strided,
+    private_copy,
+)
 from scrimp._operators import Kind, Operator, operator
 from scrimp._rng import draw_before
 from scrimp._streams import stream_of
@@ -23,6 +30,11 @@ from scrimp._value import Blank, Call, Ref, Shown, Value, release, secure, share
 
 if TYPE_CHECKING:
     from scrimp._scope import Scope
+
+
+_NOTHING: Mapping[str, Any] = {}
+_tuple_new = tuple.__new__
+_is_grad_enabled = torch._C.is_grad_enabled
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -60,7 +72,7 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._depth == 1:
+        if self._depth == 1 and self._released:
             self._settle_released()
         self._depth -= 1
         self._lock.release()
@@ -80,10 +92,11 @@ class Recorder:
         while self._released:
             value = self._released.popleft()
             value.handles -= 1
-            if not value.handles and not value.external:
-                value.scope.ledger.made.leave(value.nbytes)
-            value.settle()
-            _drop_if_stale(value)
+            if not value.handles:
+                if not value.external:
+                    value.scope.ledger.made.leave(value.nbytes)
+                value.settle()
+                _drop_if_stale(value)
             release(value)
 
     def drop_again_after(self, task: int, values: set[Value]) -> None:
@@ -124,7 +137,8 @@ class Recorder:
         """Say that ``tensor``'s storage holds a new value from now on."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        value = Value(tensor, storage.nbytes(), self.scope, call, index)
+        geometry = geometry_of(tensor) if call is None else geometry_of_result(tensor)
+        value = Value(tensor, geometry, storage.nbytes(), self.scope, call, index)
         if tensor.is_cuda:
             value.stream = stream_of(value.device)
         ref = _StorageRef(storage, self._forget)
@@ -177,27 +191,44 @@ class Recorder:
         return result
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
         self._sequence += 1
-        with self:
-            if self._written:
+        if self._written:
+            with self:
                 self.settle_writes()
-            try:
-                call = self._note(facts, args, kwargs, written)
-            except _UnrepeatableError:
-                call = None
+        if facts.writes:
+            return self._compute_and_write(facts, args, kwargs)
+        call = self._note(facts, args, kwargs, ())
+        result = self._execute(facts.func, args, kwargs)
+        if type(result) is Tensor:
+            self._made(facts, call, (result,))
+        else:
+            self._made(facts, call, list(tensors_in(result)))
+        return result
+
+    def _compute_and_write(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)]
+        with self:
+            call = self._note(facts, args, kwargs, written)
             external = [self._before_write(tensor) for tensor in written]
         result = self._execute(facts.func, args, kwargs)
         results = list(tensors_in(result))
-        if call is not None and results and not facts.repeats_on(results[0].device):
+        if call is not None and written and facts.varies and not facts.repeats_on(written[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
             value.written(counted=not facts.writes_uncounted)
-        for index, tensor in enumerate(results):
-            if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
-                self._enter(tensor, call, index)
+        self._made(facts, call, results)
         return result
+
+    def _made(self, facts: Operator, call: Call | None, results: Sequence[Tensor]) -> None:
+        """Take note of what an operator has returned, as far as that is not memory that was there before."""
+        if call is not None and facts.varies and results and not facts.repeats_on(results[0].device):
+            call = None
+        # What is made from plain tensors is plain if it is strided.
+        plain = is_plain if call is None else is_strided
+        for index, tensor in enumerate(results):
+            if plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
+                self._enter(tensor, call, index)
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that makes something."""
@@ -211,12 +242,25 @@ class Recorder:
         Inside ``no_grad`` it never is: that is where custom Functions run their kernels, some of which write to tensors
         unseen by the dispatcher, and what is computed there is seldom worth dropping.
         """
-        if not facts.replayable or not torch.is_grad_enabled():
+        if not facts.replayable or not _is_grad_enabled():
             return None
         blank = [] if not written or facts.reads_what_it_writes(args) else _blanks(written, args, kwargs)
         inputs: dict[Value, None] = {}
-        noted_args = [self._noted(argument, blank, inputs) for argument in facts.with_snapshots(args)]
-        noted_kwargs = {name: self._noted(argument, blank, inputs) for name, argument in kwargs.items()}
+        noted_kwargs: Mapping[str, Any] = _NOTHING
+        try:
+            if facts.snapshots:
+                args = facts.with_snapshots(args)
+            if blank:
+                noted_args = [self._noted_or_blank(argument, blank, inputs) for argument in args]
+                noted_kwargs = {name: self._noted_or_blank(one, blank, inputs) for name, one in kwargs.items()}
+            else:
+                noted_args = [
+                    self._ref(one, inputs) if isinstance(one, Tensor) else self._noted(one, inputs) for one in args
+                ]
+                if kwargs:
+                    noted_kwargs = {name: self._noted(one, inputs) for name, one in kwargs.items()}
+        except _UnrepeatableError:
+            return None
         draw = None
         if facts.random:
             draw = draw_before(args, kwargs)
@@ -224,36 +268,48 @@ class Recorder:
                 return None
         if _environment.changed_since(self._environment, facts.picks_kernels):
             self._environment = _environment.current()
-        changed = [self.find(tensor) for tensor in written if not _is_among(tensor, blank)]
-        return Call(
-            facts, noted_args, noted_kwargs, tuple(inputs), tuple(changed), draw, self._environment, self._sequence
-        )
+        changed = tuple([self.find(tensor) for tensor in written if not _is_among(tensor, blank)]) if written else ()
+        return Call(facts, noted_args, noted_kwargs, tuple(inputs), changed, draw, self._environment, self._sequence)
 
-    def _noted(self, argument: Any, blank: Sequence[Tensor], inputs: dict[Value, None]) -> Any:
+    def _noted_or_blank(self, argument: Any, blank: Sequence[Tensor], inputs: dict[Value, None]) -> Any:
+        """Like :meth:`_noted`, for a call that overwrites ``blank`` without reading it."""
+        if isinstance(argument, Tensor) and _is_among(argument, blank):
+            return Blank(geometry_of(argument), argument.device)
+        if isinstance(argument, (list, tuple)):
+            return [self._noted_or_blank(one, blank, inputs) for one in argument]
+        return self._noted(argument, inputs)
+
+    def _noted(self, argument: Any, inputs: dict[Value, None]) -> Any:
         """Return what stands for an argument in a recorded call, and add the value that it reads to ``inputs``."""
         if isinstance(argument, Tensor):
-            if blank and _is_among(argument, blank):
-                return Blank(geometry_of(argument), argument.device)
-            if not is_plain(argument):
-                raise _UnrepeatableError
-            value = self._read(argument)
-            inputs[value] = None
-            return Ref(value, None if value.is_what_was_made(argument) else geometry_of(argument))
+            return self._ref(argument, inputs)
         if isinstance(argument, (list, tuple)):
-            return [self._noted(one, blank, inputs) for one in argument]
+            return [self._noted(one, inputs) for one in argument]
         return argument
 
-    def _read(self, tensor: Tensor) -> Value:
-        value = self.find(tensor)
+    def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Ref:
+        if not is_strided(tensor):
+            raise _UnrepeatableError
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        if value is None or tensor._version > value.at_birth:
+            if not is_plain(tensor):
+                raise _UnrepeatableError
+            value = self.find(tensor)
         if value.scope is not self.scope and value.call is not None and not value.boundary:
-            value.boundary = True
-            around = value.scope.around(self.scope)
-            if around is not value.scope:
-                value.decided = False  # an inner policy has decided, if at all, for its own region only
-            around.decide(value)
-            if value.pinned and value.demand and value.tensor is None:
-                value.hold_through(tensor)
-        return value
+            with self:
+                self._cross(value, tensor)
+        inputs[value] = None
+        return _tuple_new(Ref, (value, None if value.is_what_was_made(tensor) else geometry_of(tensor)))
+
+    def _cross(self, value: Value, tensor: Tensor) -> None:
+        """Decide about a value that one region made and another reads."""
+        value.boundary = True
+        around = value.scope.around(self.scope)
+        if around is not value.scope:
+            value.decided = False  # an inner policy has decided, if at all, for its own region only
+        around.decide(value)
+        if value.pinned and value.demand and value.tensor is None:
+            value.hold_through(tensor)
 
     def _before_write(self, tensor: Tensor) -> bool:
         """Save what a coming write destroys, if anybody is going to need it; tell whether the storage is external."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Statistics:
         return None if self.budget is None else self.kept.bytes / max(self.budget, 1)
 
 
-class State(Enum):
+class State(IntEnum):  # the hash of an Enum is computed in Python
     """Where a value's bytes are, as far as scrimp is concerned."""
 
     ABSENT = auto()

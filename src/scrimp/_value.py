@@ -136,11 +136,13 @@ class Value:
     shown: Shown | None = None
     """What autograd's handles stand for, where the storage was overwritten and ``tensor`` is a copy for replays."""
 
-    def __init__(self, tensor: Tensor, nbytes: int, scope: Scope, call: Call | None, index: int) -> None:
+    def __init__(
+        self, tensor: Tensor, geometry: Geometry, nbytes: int, scope: Scope, call: Call | None, index: int
+    ) -> None:
         self.call = call
         self.index = index
         """Which of the call's results it is."""
-        self.geometry = geometry_of(tensor)
+        self.geometry = geometry
         """How the tensor that the call returned looks at the storage."""
         self.nbytes = nbytes
         self.device = tensor.device
@@ -163,14 +165,15 @@ class Value:
 
         Assigning to ``tensor.data`` gives a tensor object another geometry, and moves no version counter.
         """
-        made = self.geometry
+        if self.born() is not tensor:
+            return False
+        dtype, size, stride, offset, conj, _ = self.geometry
         return (
-            self.born() is tensor
-            and tensor.stride() == made.stride
-            and tensor.shape == made.size
-            and tensor.storage_offset() == made.offset
-            and tensor.dtype is made.dtype
-            and tensor.is_conj() is made.conj
+            tensor.stride() == stride
+            and tensor.shape == size
+            and tensor.storage_offset() == offset
+            and tensor.dtype is dtype
+            and (not dtype.is_complex or tensor.is_conj() is conj)
         )
 
     def reshaped_through(self, tensor: Tensor) -> None:
@@ -262,7 +265,7 @@ def secure(value: Value) -> bool:
         for source in call.inputs:
             source.demand += 1
             demanded.append(source)
-            if source.at_hand or source.secured:
+            if source.secured or source.at_hand:
                 continue
             if (source.call is None or source.pinned) and _hold_what_lives(source):
                 continue
