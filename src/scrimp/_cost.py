@@ -45,10 +45,8 @@ def _flops(call: Call, outputs: list[Value]) -> float:
 
 def _shape(noted: Any) -> Any:
     match noted:
-        case Ref(value, geometry):
-            return list((geometry or value.geometry).size)
-        case Blank(geometry, _):
-            return list(geometry.size)
+        case Value() | Ref() | Blank():
+            return list(noted.geometry.size)
         case list():
             return [_shape(one) for one in noted]
     return noted

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 _tuple_new = tuple.__new__
 
 

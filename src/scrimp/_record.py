@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
+from scrimp._compiler import never_compiled
 from scrimp._geometry import (
     covers_storage,
     geometry_of,
@@ -113,6 +114,13 @@ class Recorder:
                     value.let_go()
 
     # -- storages and their values ----------------------------------------------------------------------------------
+
+    def known(self, tensor: Tensor) -> Value | None:
+        """Return the value that a tensor looks at if that is certain at first sight."""
+        if not is_strided(tensor):
+            return None
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        return None if value is None or tensor._version > value.at_birth else value
 
     def find(self, tensor: Tensor) -> Value:
         """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
@@ -287,11 +295,10 @@ class Recorder:
             return [self._noted(one, inputs) for one in argument]
         return argument
 
-    def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Ref:
-        if not is_strided(tensor):
-            raise _UnrepeatableError
-        value = self._values.get(tensor.untyped_storage()._cdata)
-        if value is None or tensor._version > value.at_birth:
+    def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
+        """Return what stands for a tensor argument: the value that it shows as it was made, or another look at one."""
+        value = self.known(tensor)
+        if value is None:
             if not is_plain(tensor):
                 raise _UnrepeatableError
             value = self.find(tensor)
@@ -299,7 +306,7 @@ class Recorder:
             with self:
                 self._cross(value, tensor)
         inputs[value] = None
-        return _tuple_new(Ref, (value, None if value.is_what_was_made(tensor) else geometry_of(tensor)))
+        return value if value.is_what_was_made(tensor) else Ref(value, geometry_of(tensor))
 
     def _cross(self, value: Value, tensor: Tensor) -> None:
         """Decide about a value that one region made and another reads."""
@@ -399,6 +406,18 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as such: what its kernels make is kept."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps the method below in one that imports the compiler, seconds long, and costs a microsecond
+        # an operator. `never_compiled` does what that is for.
+        return False
+
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -408,4 +427,4 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 # A subclass with a dispatch of its own: let it take itself apart, and see what it calls on its parts.
                 return NotImplemented
-        return self._recorder.run(func, args, kwargs or {})
+        return self._recorder.run(func, args, _NOTHING if kwargs is None else kwargs)

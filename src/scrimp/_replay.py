@@ -141,8 +141,10 @@ def _repeated(call: Call, given: Mapping[Value, Tensor]) -> list[Tensor]:
 
     def argument(noted: Any) -> Any:
         match noted:
+            case Value():
+                return given[noted]
             case Ref(value, geometry):
-                return given[value] if geometry is None else look(given[value], geometry)
+                return look(given[value], geometry)
             case Blank(geometry, device):
                 return fresh(geometry, device)
             case Frozen(tensor):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from scrimp._compiler import never_compiled
 from scrimp._geometry import Geometry, geometry_of, is_plain, look, same_bits
 from scrimp._record import Recorder
 from scrimp._replay import Replay
@@ -31,6 +32,7 @@ class Handle:
         self.geometry = geometry
         self.recorder = recorder
 
+    @never_compiled
     def __del__(self) -> None:
         self.recorder.release_handle(self.value)
 
@@ -73,6 +75,7 @@ class Hooks:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Any:
         """Replace a tensor that autograd saves by a handle."""
         # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
@@ -80,18 +83,23 @@ class Hooks:
         return self._packed(tensor, by_function)
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
-        if not is_plain(tensor):
+        recorder = self._recorder
+        value = recorder.known(tensor)
+        if value is None and not is_plain(tensor):
             if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
                 return Parts(tensor, lambda part: self._packed(part, by_function))
             return Whole(tensor)
-        with self._recorder as recorder:
-            value = recorder.find(tensor)
+        with recorder:
+            if value is None:
+                value = recorder.find(tensor)
             self._save(value, tensor, by_function)
-            geometry = None if value.is_what_was_made(tensor) else geometry_of(tensor)
+            if value.is_what_was_made(tensor):
+                return Handle(value, None, recorder)
+            geometry = geometry_of(tensor)
             return Handle(value, None if geometry == value.geometry else geometry, recorder)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
-        if value.call is not None and not by_function:
+        if not value.decided and value.call is not None and not by_function:
             value.scope.around(self._scope).decide(value)
         if not value.handles and not value.external:
             value.scope.ledger.made.enter(value.nbytes)
@@ -110,6 +118,7 @@ class Hooks:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
         match packed:

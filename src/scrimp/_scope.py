@@ -63,9 +63,11 @@ class Scope:
         value.number = self.control.decided
         self.control.decided += 1
         value.decided = True
-        value.pinned = not self.control.enabled or self.control.policy.decide(Candidate(value)) is not DROP
-        value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
-        value.move_to(self)
+        candidate = Candidate(value)
+        value.pinned = not self.control.enabled or self.control.policy.decide(candidate) is not DROP
+        value.passes = 0 if value.pinned else self.control.policy.passes(candidate)
+        if value.scope is not self:
+            value.move_to(self)
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Ref(NamedTuple):
-    """A tensor argument of a recorded call: a value, and how the call looked at it (None: as it was made)."""
+    """A tensor argument of a recorded call that looks at a value in another way than it was made."""
 
     value: Value
-    geometry: Geometry | None
+    geometry: Geometry
 
 
 class Blank(NamedTuple):
@@ -54,7 +54,7 @@ class Shown(NamedTuple):
 
 
 class Call:
-    """An operator as it was called, with its tensors replaced by :class:`Ref` and :class:`Blank`."""
+    """An operator as it was called, with its tensors replaced by values, :class:`Ref` and :class:`Blank`."""
 
     __slots__ = (
         "args", "draw", "environment", "inputs", "kwargs", "operator", "outputs", "sequence", "written",
