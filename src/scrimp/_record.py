@@ -95,7 +95,10 @@ class Recorder:
             value.handles -= 1
             if not value.handles:
                 if not value.external:
-                    value.scope.ledger.made.leave(value.nbytes)
+                    made = value.scope.ledger.made
+                    made.leave(value.nbytes)
+                    if not made.count:
+                        value.scope.forget_candidates()
                 value.settle()
                 _drop_if_stale(value)
             release(value)

@@ -95,6 +95,11 @@ class Scope:
                 break  # of what is kept, nothing is left that could be had again
         return True
 
+    def forget_candidates(self) -> None:
+        """Let go of the values that could be evicted, once autograd needs none of them any more."""
+        self._unrated.clear()
+        self._evictable.clear()
+
     def offer(self, value: Value) -> None:
         """Add a value that is kept again, after a replay, to those that can be evicted."""
         if self.control.policy.budget is not None:

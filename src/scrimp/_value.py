@@ -57,7 +57,7 @@ class Call:
     """An operator as it was called, with its tensors replaced by values, :class:`Ref` and :class:`Blank`."""
 
     __slots__ = (
-        "args", "draw", "environment", "inputs", "kwargs", "operator", "outputs", "sequence", "written",
+        "args", "draw", "environment", "inputs", "kwargs", "operator", "outputs", "seconds", "sequence", "written",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,8 @@ class Call:
         self.sequence = sequence
         """Which operator of the recording it was, counted from 1."""
         self.outputs: list[weakref.ref[Value]] = []
+        self.seconds: float | None = None
+        """An estimate of its time, once somebody has asked for it."""
 
     @property
     def name(self) -> str:
