@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _tuple_new = tuple.__new__
 
@@ -91,18 +92,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-_PLAIN_TYPES: dict[type, bool] = {Tensor: True, torch.nn.Parameter: True}
+_PLAIN_TYPES: dict[type, bool] = {}
 _STRIDED = torch.strided
 
 
 def is_strided(tensor: Tensor) -> bool:
     """Tell whether ``tensor`` has a storage of its own, as sparse, nested and some subclasses' tensors have not."""
     kind = type(tensor)
-    plain = _PLAIN_TYPES.get(kind)
-    if plain is None:
-        plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-        _PLAIN_TYPES[kind] = plain
-    return plain and tensor.layout is _STRIDED and not tensor.is_nested
+    if kind is not Tensor and kind is not Parameter:
+        plain = _PLAIN_TYPES.get(kind)
+        if plain is None:
+            plain = _PLAIN_TYPES[kind] = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        if not plain:
+            return False
+    return tensor.layout is _STRIDED and not tensor.is_nested
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _NOTHING: Mapping[str, Any] = {}
 _tuple_new = tuple.__new__
+_COMPUTE, _LOOK = Kind.COMPUTE, Kind.LOOK
 _is_grad_enabled = torch._C.is_grad_enabled
 
 
@@ -187,9 +188,9 @@ class Recorder:
         """Run an operator and take note of what it reads, makes and writes."""
         facts = operator(func)
         kind = facts.kind
-        if kind is Kind.COMPUTE:
+        if kind is _COMPUTE:
             return self._compute(facts, args, kwargs)
-        if kind is Kind.LOOK or not is_plain(args[0]):
+        if kind is _LOOK or not is_plain(args[0]):
             return func(*args, **kwargs)
         with self:
             if kind is Kind.RESTORAGE:
@@ -210,10 +211,7 @@ class Recorder:
             return self._compute_and_write(facts, args, kwargs)
         call = self._note(facts, args, kwargs, ())
         result = self._execute(facts.func, args, kwargs)
-        if type(result) is Tensor:
-            self._made(facts, call, (result,))
-        else:
-            self._made(facts, call, list(tensors_in(result)))
+        self._made(facts, call, (result,) if type(result) is Tensor else list(tensors_in(result)))
         return result
 
     def _compute_and_write(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -237,8 +235,9 @@ class Recorder:
             call = None
         # What is made from plain tensors is plain if it is strided.
         plain = is_plain if call is None else is_strided
+        values = self._values
         for index, tensor in enumerate(results):
-            if plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
+            if plain(tensor) and tensor.untyped_storage()._cdata not in values:
                 self._enter(tensor, call, index)
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -300,8 +299,8 @@ class Recorder:
 
     def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
         """Return what stands for a tensor argument: the value that it shows as it was made, or another look at one."""
-        value = self.known(tensor)
-        if value is None:
+        value = self._values.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
+        if value is None or tensor._version > value.at_birth:
             if not is_plain(tensor):
                 raise _UnrepeatableError
             value = self.find(tensor)
@@ -424,10 +423,13 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if kwargs is None:
+            kwargs = _NOTHING
         if replaying.active or not isinstance(func, OpOverload):
-            return func(*args, **(kwargs or {}))
-        for kind in types:
-            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                # A subclass with a dispatch of its own: let it take itself apart, and see what it calls on its parts.
-                return NotImplemented
-        return self._recorder.run(func, args, _NOTHING if kwargs is None else kwargs)
+            return func(*args, **kwargs)
+        if types:
+            for kind in types:
+                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                    # A subclass with a dispatch of its own: let it take itself apart, and see what it calls.
+                    return NotImplemented
+        return self._recorder.run(func, args, kwargs)

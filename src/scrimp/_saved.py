@@ -19,6 +19,7 @@ from scrimp._streams import ready_now, wait_until
 from scrimp._value import Value, release, secure
 from scrimp.errors import ReplayMismatchError, SavedChangedError, saved_changed
 
+_getframe = sys._getframe
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -79,8 +80,7 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Any:
         """Replace a tensor that autograd saves by a handle."""
         # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
-        by_function = sys._getframe(1).f_code is _APPLY
-        return self._packed(tensor, by_function)
+        return self._packed(tensor, by_function=_getframe(1).f_code is _APPLY)
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
         recorder = self._recorder

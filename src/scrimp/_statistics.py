@@ -64,7 +64,8 @@ class _Counter:
         self.count += 1
         self.total += 1
         self.bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes = self.bytes
 
     def leave(self, nbytes: int) -> None:
         self.count -= 1

@@ -257,6 +257,15 @@ class Value:
 def secure(value: Value) -> bool:
     """Demand what a replay of ``value`` starts from. False, with nothing changed, where that cannot be had any more."""
     assert value.call is not None
+    inputs = value.call.inputs
+    for source in inputs:
+        if not (source.secured or source.at_hand):
+            break
+    else:  # so it is nearly always
+        for source in inputs:
+            source.demand += 1
+        value.secured = True
+        return True
     demanded: list[Value] = []
     secured = [value]
     pending = [value]
