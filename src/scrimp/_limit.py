@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from scrimp._budget import Budget, format_bytes, parse_budget
 from scrimp._limiter import Limiter
-from scrimp._meter import capacity_of, meter_for, resident_on
+from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
 from scrimp._report import Measured, Report, report_on
 from scrimp._scope import Control
@@ -30,7 +30,9 @@ from scrimp.policy import KeepAll, Planned
 
 _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
-_MARGIN = 0.02  # of the budget, given up whenever the allocator could not place what a plan had promised to fit
+_WORTH_A_PLAN = 16  # a part of the budget: when that much more is free than a plan was made for, a new one is made
+_MARGIN = 0.01  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
+_PATIENCE = 2  # planned steps in which it may fail before: it has to get rid of what other steps left behind
 
 
 class _Line(threading.local):
@@ -87,6 +89,7 @@ class BudgetSession:
         self._book = _Book()
         self._margin = 0.0
         self._failures = 0
+        self._failed = 0
         self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
@@ -159,26 +162,36 @@ class BudgetSession:
 
     def _begin(self, call: Call, inputs: list[Tensor]) -> Step:
         known = self._book.find(call)
-        resident = self._resident(known, inputs)
-        before = sum(part.nbytes for part in resident)
-        meter = meter_for(self.device, before)
         if known is None:
-            limiter = Limiter(self._control, meter, self._limit(before))
-            return UnknownStep(limiter, resident)
+            before = look_before(self.device, self._modules, inputs)
+            limiter = Limiter(self._control, meter_for(self.device, before.nbytes), self._limit(before.nbytes))
+            return UnknownStep(limiter, before)
+        resident = self._resident(known, inputs)
         trace, plan = self._planned(known, resident)
+        nbytes = sum(part.nbytes for part in resident)
+        meter = meter_for(self.device, nbytes)
         policy = Planned(trace, plan)
         self._control.policy = policy
-        limiter = Limiter(self._control, meter, self._limit(before), awake=False)
+        limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
         return KnownStep(limiter, known, policy, plan)
 
-    def _resident(self, known: Known | None, inputs: list[Tensor]) -> tuple[Resident, ...]:
-        modules = [] if self._module is None else [self._module]
-        if self.device.type == "cpu" and known is not None:
-            seen = self._book.settled.get(id(known), 0)
-            if seen >= _STEPS_UNTIL_SETTLED and id(known) in self._book.planned:
-                return self._book.planned[id(known)][0].resident
-            self._book.settled[id(known)] = seen + 1
-        return resident_on(self.device, modules, inputs)
+    def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
+        """Return what is on the device now, before a step that is known."""
+        if id(known) in self._book.planned:
+            parts = self._book.planned[id(known)][0].resident
+            if self.device.type == "cuda":
+                total, level = sum(part.nbytes for part in parts), CudaMeter(self.device).level()
+                if level <= total <= level + self._stated // _WORTH_A_PLAN:
+                    return parts
+            elif self._book.settled.get(id(known), 0) >= _STEPS_UNTIL_SETTLED:
+                return parts
+        self._book.settled[id(known)] = self._book.settled.get(id(known), 0) + 1
+        captured = tuple(part for part in known.trace.resident if part.name == CAPTURED)
+        return (*look_before(self.device, self._modules, inputs).parts, *captured)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [] if self._module is None else [self._module]
 
     def _limit(self, before: int) -> int:
         """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""
@@ -196,7 +209,7 @@ class BudgetSession:
         if old is not None:
             planned = sum(part.nbytes for part in old[0].resident)
             above = old[1].budget - planned
-            if now <= planned <= now + limit // 16 and self._limit(planned) == old[1].budget:
+            if now <= planned <= now + limit // _WORTH_A_PLAN and self._limit(planned) == old[1].budget:
                 return old
             if self._activations_only and above == limit - now:
                 return old
@@ -236,10 +249,17 @@ class BudgetSession:
                 elif step.ended is not None:
                     self._measured.add(step.limiter.meter, step.began, step.ended)
         if self.device.type == "cuda":
-            failures = int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
-            if isinstance(step, KnownStep) and failures > self._failures:
+            self._count_failures(step)
+
+    def _count_failures(self, step: Step) -> None:
+        """Plan for less where the allocator had to start over in several planned steps: memory is in pieces."""
+        failures = int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        if isinstance(step, KnownStep) and failures > self._failures:
+            self._failed += 1
+            if self._failed > _PATIENCE:
                 self._margin = min(self._margin + _MARGIN, 0.5)
-            self._failures = failures
+                self._failed = 0
+        self._failures = failures
 
     # -- as a context -----------------------------------------------------------------------------------------------
 
@@ -303,6 +323,8 @@ def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget
     if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
         raise SessionError("this model is limited already: call detach() of its session first")
     session = BudgetSession(budget, activations, device_of(model, ()), model)
+    if session.device.type == "cuda":
+        prefer_expandable_segments()
     forward, own = model.forward, "forward" in model.__dict__
 
     @functools.wraps(forward)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch._ops import OpOverload
@@ -15,12 +15,21 @@ from scrimp._meter import Meter
 from scrimp._predict import Forecast
 from scrimp._replay import Replay
 from scrimp._scope import Control, Scope
+from scrimp._standing import Standing, lines_of
 from scrimp._value import Value, secure
 from scrimp.errors import BudgetError
 
 R = TypeVar("R")
 
 _SHARE_AFTER_FAILURE = 16  # of the budget: what is evicted at least when the allocator has failed
+
+
+class Cost(NamedTuple):
+    """What an operator took: marks on the device's clock, and bytes beyond those of its results."""
+
+    start: Any
+    end: Any
+    transient: int
 
 
 @final
@@ -34,7 +43,7 @@ class Limiter(Scope):
         awake: whether it watches the device. A step that follows its plan needs no watching.
     """
 
-    __slots__ = ("_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "meter")
+    __slots__ = ("_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "meter", "standing")
 
     def __init__(self, control: Control, meter: Meter, budget: int | None, awake: bool = True) -> None:
         super().__init__(control, parent=None)
@@ -45,6 +54,8 @@ class Limiter(Scope):
         self._in_use: Set[Value] = frozenset()
         self._making_room = False
         self._promised = 0
+        self.standing: Callable[[], Iterable[Standing]] = tuple
+        """Says what stands on the device, for an error."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -80,6 +91,22 @@ class Limiter(Scope):
         """Make room for what an operator is about to make."""
         if self.awake and not self._making_room:
             self.make_room(self._forecast.result_bytes(func, args, kwargs))
+
+    def timed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Cost]:
+        """Run an operator, and say what it took of the device."""
+        self.make_room_for(func, args, kwargs)
+        meter = self.meter
+
+        def attempt() -> tuple[Any, Cost]:
+            level, requested = meter.level(), meter.requested()
+            meter.keep_busy()
+            start = meter.mark()
+            result = func(*args, **kwargs)
+            end = meter.mark()
+            within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
+            return result, Cost(start, end, max(within, 0))
+
+        return self.retried(attempt)
 
     def retried(self, attempt: Callable[[], R]) -> R:
         """Call ``attempt`` again, with more and more evicted, for as long as the device runs out of memory.
@@ -131,7 +158,8 @@ class Limiter(Scope):
         return BudgetError(
             f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
             f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
-            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks",
+            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n"
+            + lines_of(self.standing()),
             smallest=need,
         )
 

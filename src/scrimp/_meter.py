@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import abc
 import gc
+import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from scrimp._live import LiveStorages, rounded
 from scrimp._trace import Resident
+
+_CYCLES = 100_000  # about 50 microseconds
+
+CAPTURED = "captured from outside"
+"""The name of what a step used that nobody had told of before."""
 
 
 class Meter(abc.ABC):
@@ -35,8 +44,16 @@ class Meter(abc.ABC):
         """Take note of a storage that an operator made."""
 
     @abc.abstractmethod
+    def found(self, nbytes: int) -> None:
+        """Take note of bytes that were there before the step, and not known until it used them."""
+
+    @abc.abstractmethod
     def mark(self) -> Any:
         """Mark this moment on the device's clock."""
+
+    @abc.abstractmethod
+    def keep_busy(self) -> None:
+        """Give the device something to do while the host prepares what is going to be timed, so that it never idles."""
 
     @abc.abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
@@ -70,9 +87,16 @@ class HostMeter(Meter):
         """Count a storage until it dies."""
         self._live.add(storage)
 
+    def found(self, nbytes: int) -> None:
+        """Count them."""
+        self._resident += nbytes
+
     def mark(self) -> float:
         """Read the clock."""
         return time.perf_counter()
+
+    def keep_busy(self) -> None:
+        """Do nothing: host and device are one."""
 
     def seconds(self, start: float, end: float) -> float:
         """Return the time between two marks."""
@@ -105,11 +129,18 @@ class CudaMeter(Meter):
     def made(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: the allocator knows."""
 
+    def found(self, nbytes: int) -> None:
+        """Do nothing: the allocator knows."""
+
     def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def keep_busy(self) -> None:
+        """Wait on the device, longer than it takes the host to launch an operator."""
+        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the time between two events."""
@@ -130,10 +161,38 @@ def capacity_of(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def resident_on(device: torch.device, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> tuple[Resident, ...]:
-    """Say what is on a device now, by name; each storage counts once.
+def prefer_expandable_segments() -> None:
+    """Have PyTorch's allocator map memory in pieces, unless the program has chosen its settings itself.
 
-    On a GPU the allocator knows the sum. On the CPU it is the storages of all tensors that Python can reach.
+    Otherwise a step that fits by its bytes may fail for want of so many bytes in a row.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What is on a device before a step.
+
+    Attributes:
+        parts: by name, each storage once.
+        addresses: of the storages that are counted there one by one.
+    """
+
+    parts: tuple[Resident, ...]
+    addresses: frozenset[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def look_before(device: torch.device, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Before:
+    """Say what a device holds now that belongs to a step of these modules.
+
+    On a GPU that is all that the allocator has given out. On the CPU, where other things may live that have nothing to
+    do with the step, it is the modules' parameters, buffers, gradients, optimizer state and inputs.
     """
     unit = 512 if device.type == "cuda" else 1
     seen: set[int] = set()
@@ -155,19 +214,17 @@ def resident_on(device: torch.device, modules: Iterable[nn.Module], inputs: Iter
         "gradients from before": total(parameter.grad for parameter in parameters),
         "inputs": total(inputs),
     }
+    if parameters:
+        parts["optimizer state"] = total(_optimizer_state({id(parameter) for parameter in parameters}))
     if device.type == "cuda":
-        known = sum(parts.values())
-        other = max(CudaMeter(device).level() - known, 0)
-    else:
-        other = total(_tensors_alive())
-    parts["optimizer state and whatever else is alive"] = other
-    return tuple(Resident(name, nbytes) for name, nbytes in parts.items() if nbytes)
+        parts["other allocations"] = max(CudaMeter(device).level() - sum(parts.values()), 0)
+    return Before(tuple(Resident(name, nbytes) for name, nbytes in parts.items() if nbytes), frozenset(seen))
 
 
-def _tensors_alive() -> Iterator[Tensor]:
+def _optimizer_state(parameters: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of all optimizers that step one of these parameters."""
     for candidate in gc.get_objects():
-        kind = type(candidate)
-        if (kind is Tensor or kind is nn.Parameter) and not candidate.is_meta:
-            yield candidate
-            if candidate.is_leaf and candidate.grad is not None:
-                yield candidate.grad
+        if isinstance(type(candidate), type) and issubclass(type(candidate), Optimizer):
+            for parameter, state in candidate.state.items():
+                if id(parameter) in parameters:
+                    yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))

@@ -14,6 +14,12 @@ from scrimp._geometry import geometry_of, is_plain
 from scrimp._live import rounded
 from scrimp._record import tensors_in
 
+# They compute all terms in the memory of the result, which keeps its size when the result is reduced to one number.
+_LOSSES = {
+    torch.ops.aten.binary_cross_entropy, torch.ops.aten.huber_loss, torch.ops.aten.mse_loss,
+    torch.ops.aten.smooth_l1_loss, torch.ops.aten.soft_margin_loss,
+}  # fmt: skip
+
 
 @final
 class Forecast:
@@ -47,6 +53,8 @@ class Forecast:
         except Exception:  # whatever a kernel says that does not know this device, or cannot know the size
             sizes = [t.untyped_storage().nbytes() for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)]
             return max(sizes, default=0)
+        if func.overloadpacket in _LOSSES and made:
+            made = dict.fromkeys(made, max(t.untyped_storage().nbytes() for t in tensors_in([*args])))
         return sum(rounded(nbytes, self._block) for address, nbytes in made.items() if address not in given)
 
 

@@ -140,10 +140,14 @@ class Recorder:
         value = self._enter(tensor, None, 0)
         value.external = external
         if external:
-            value.rooted = True
-            alias = share(tensor)
-            value.hold(alias, alias)
+            self._root(value, tensor)
         return value
+
+    def _root(self, value: Value, tensor: Tensor) -> None:
+        """Hold a value for as long as the session is open."""
+        value.rooted = True
+        alias = share(tensor)
+        value.hold(alias, alias)
 
     def _enter(self, tensor: Tensor, call: Call | None, index: int) -> Value:
         """Say that ``tensor``'s storage holds a new value from now on."""
@@ -161,6 +165,12 @@ class Recorder:
             before.storage = None
             value.seen = max(value.seen, before.seen)
         self._values[address] = value
+        policy = self.scope.control.policy
+        if policy.foresees:
+            place = (self._sequence - 1, index)
+            value.pinned = policy.will_keep(place)
+            if policy.will_need(place):
+                self._root(value, tensor)
         if call is not None:
             call.outputs.append(weakref.ref(value))
         return value
@@ -360,9 +370,8 @@ class Recorder:
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
         if external:
-            value.external = value.rooted = True
-            alias = share(tensor)
-            value.hold(alias, alias)
+            value.external = True
+            self._root(value, tensor)
         return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -16,26 +16,34 @@ from scrimp._draft import Draft, DraftOp
 from scrimp._geometry import is_plain
 from scrimp._limiter import Limiter
 from scrimp._live import users
+from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._record import Recorder, tensors_in
 from scrimp._saved import Handle, Hooks
+from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
 from scrimp._value import Call, Value
+
+_SMALL = 512  # what takes no more than this part of the budget is held even though nobody may need it
 
 
 @final
 class StepRecorder(Recorder):
     """A recorder that writes down each operator, in the words of a trace."""
 
-    def __init__(self, scope: Limiter) -> None:
+    def __init__(self, scope: Limiter, before: Before) -> None:
         super().__init__(scope)
+        self.before = before
+        self.found_bytes = 0
+        """Bytes of storages that were there before the step, and not known until it used them."""
         self.limiter = scope
         self.draft = Draft()
         self.ids: dict[Value, int] = {}
         self.module = ""
         """The path of the module that is running."""
         self.backward = BackwardWatch(scope, self.draft)
+        scope.standing = self.standing
         self._adopting = False
         self._calls: list[Call | None] = []
         """How to repeat each of the values that the operator made that runs now."""
@@ -66,14 +74,16 @@ class StepRecorder(Recorder):
         return result
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        limiter, meter, op = self.limiter, self.limiter.meter, self.draft.ops[-1]
-        limiter.make_room_for(func, args, kwargs)
-        level, requested = meter.level(), meter.requested()
-        op.start = meter.mark()
-        result = limiter.retried(lambda: func(*args, **kwargs))
-        op.end = meter.mark()
-        op.transient = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
+        op = self.draft.ops[-1]
+        result, (op.start, op.end, op.transient) = self.limiter.timed(func, args, kwargs)
         return result
+
+    def _read(self, tensor: Tensor) -> Value:
+        value = super()._read(tensor)
+        gone_for_good = value.call is None and value.tensor is None
+        if gone_for_good and value.nbytes * _SMALL <= (self.limiter.budget or 0):
+            self._root(value, tensor)  # little enough to hold for those who may have to be replayed from it
+        return value
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -85,6 +95,8 @@ class StepRecorder(Recorder):
         self.ids[value] = len(self.draft.values)
         if self._adopting or (before is not None and before.external):
             self.draft.values.append(TracedValue(value.nbytes, None))
+            if before is None and address not in self.before.addresses:
+                self._found(tensor)
             return value
         here = value.device == self.limiter.meter.device
         if here:
@@ -96,6 +108,13 @@ class StepRecorder(Recorder):
         self._watched[address] = value
         self._versions.setdefault(address, []).append(weakref.ref(value))
         return value
+
+    def _found(self, tensor: Tensor) -> None:
+        meter = self.limiter.meter
+        for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            if one is not None and one.device == meter.device and meter.device.type == "cpu":
+                self.found_bytes += one.untyped_storage().nbytes()
+                meter.found(one.untyped_storage().nbytes())
 
     def _supersede(self, before: Value | None, call: Call | None, number: int) -> int | None:
         """Write down the end of what was overwritten; return its id if it was also read."""
@@ -150,6 +169,18 @@ class StepRecorder(Recorder):
         }
         return len(held)
 
+    def standing(self) -> Iterator[Standing]:
+        """Say what stands on the device now."""
+        for part in self.before.parts:
+            yield Standing(part.name, "", part.nbytes)
+        yield Standing("gradients and other memory of backward", "", self.backward.own_bytes)
+        alive = {id(value): value for value in self._values.values()}
+        alive |= {id(value): value for value in self.ids if value.tensor is not None}
+        for value in alive.values():
+            number = self.draft.values[self.ids[value]].op
+            if number is not None:
+                yield Standing(self.draft.ops[number].name, self.draft.ops[number].module, value.nbytes)
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def release_handle(self, value: Value) -> None:
@@ -199,6 +230,4 @@ class StepHooks(Hooks):
         """Give autograd the tensor that a handle stands for."""
         if isinstance(packed, Handle):
             self._step.note_unpack(packed.value)
-        tensor = super().unpack(packed)
-        self._step.backward.begin()
-        return tensor
+        return super().unpack(packed)

@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp._draft import Draft
 from scrimp._limiter import Limiter
+from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._plan import Drop, Plan
 from scrimp._record import Recorder, RecordMode, tensors_in
 from scrimp._saved import Hooks
-from scrimp._trace import Resident, Trace, Unpack
+from scrimp._trace import Trace, Unpack
 from scrimp._tracing import Tracing
 from scrimp.policy import Planned
 
@@ -67,11 +68,9 @@ class Step(abc.ABC):
 class UnknownStep(Step):
     """A step that nobody has seen yet: recorded, and held under the budget by evicting as it runs."""
 
-    def __init__(self, limiter: Limiter, resident: tuple[Resident, ...]) -> None:
-        self.limiter = limiter
-        self._tracing = Tracing(limiter)
+    def __init__(self, limiter: Limiter, before: Before) -> None:
+        self._tracing = Tracing(limiter, before)
         self._calls: list[Call] = []
-        self._resident = resident
 
     @property
     def draft(self) -> Draft:
@@ -103,8 +102,7 @@ class UnknownStep(Step):
         draft = self.draft
         if draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
             return None
-        trace = draft.finished(self.limiter.meter, self._resident)
-        return Known(trace, tuple(self._calls), tuple(draft.spans))
+        return Known(self._tracing.finished(), tuple(self._calls), tuple(draft.spans))
 
 
 @final

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
 from scrimp._limiter import Limiter
-from scrimp._meter import meter_for, resident_on
+from scrimp._meter import CAPTURED, Before, look_before, meter_for
 from scrimp._record import replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
-from scrimp._trace import Trace
+from scrimp._trace import Resident, Trace
 from scrimp.errors import BudgetError, TraceError
 from scrimp.policy import EveryN
 
@@ -70,8 +70,8 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Tracing:
     """A step that is being recorded, and held under a budget if there is one, until it is told to leave."""
 
-    def __init__(self, limiter: Limiter) -> None:
-        self.recorder = StepRecorder(limiter)
+    def __init__(self, limiter: Limiter, before: Before) -> None:
+        self.recorder = StepRecorder(limiter, before)
         self._mode = StepMode(self.recorder)
         self._hooks = StepHooks(self.recorder, limiter)
         self._ambient = Ambient(self._mode, self._hooks.pack, self._hooks.unpack)
@@ -92,6 +92,13 @@ class Tracing:
         finally:
             self._mode.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
+
+    def finished(self) -> Trace:
+        """Return the trace of what was recorded."""
+        recorder = self.recorder
+        found = Resident(CAPTURED, recorder.found_bytes)
+        parts = (*recorder.before.parts, *((found,) if found.nbytes else ()))
+        return recorder.draft.finished(recorder.limiter.meter, parts)
 
     def leave(self) -> None:
         """Stop recording, and forget every storage."""
@@ -160,16 +167,16 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     devices = [device] if device.type == "cuda" else []
     with _put_back(module), torch.random.fork_rng(devices=devices):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        resident = resident_on(device, [module] if module is not None else [], inputs)
+        before = look_before(device, [module] if module is not None else [], inputs)
         limiter = Limiter(Control(EveryN(1), verify=False), meter_for(device, 0), budget=None)
-        tracing = Tracing(limiter)
+        tracing = Tracing(limiter, before)
         try:
             with tracing.span(module):
                 loss = fn(*args, **kwargs)
             _go_backward(loss, tracing)
         finally:
             tracing.leave()
-        return tracing.recorder.draft.finished(limiter.meter, resident)
+        return tracing.finished()
 
 
 def device_of(module: nn.Module | None, tree: object) -> torch.device:
@@ -187,7 +194,6 @@ def _go_backward(loss: Tensor | None, tracing: Tracing) -> None:
             f"need a loss, a tensor of one element that requires grad, to go backward from; have {loss!r:.80}"
         )
     tracing.recorder.look_for_deaths()
-    tracing.recorder.backward.begin()
     torch.autograd.backward(loss)
     tracing.recorder.backward.close("")
 

@@ -25,7 +25,9 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from scrimp._cost import replay_seconds
+from scrimp._index import index
 from scrimp._plan import Drop, Plan
+from scrimp._simulate import fixed_values, sources
 from scrimp._trace import Trace
 from scrimp._value import Value
 from scrimp.errors import PolicyError
@@ -37,6 +39,8 @@ class Decision(Enum):
     KEEP = "keep"
     DROP = "drop"
 
+
+_LARGEST_BLOCK = 512  # bytes; sizes in a trace are rounded up to the blocks of the device's allocator
 
 KEEP = Decision.KEEP
 DROP = Decision.DROP
@@ -104,9 +108,20 @@ class Policy(abc.ABC):
     budget: int | None = None
     """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
 
+    foresees: bool = False
+    """Whether it knows of a value when it is made what will become of it: :meth:`will_keep`, :meth:`will_need`."""
+
     @abc.abstractmethod
     def decide(self, value: Candidate) -> Decision:
         """Answer for a value that autograd saves for the first time."""
+
+    def will_keep(self, place: tuple[int, int]) -> bool:
+        """Say whether a value that has just been made at a :attr:`Candidate.place` is going to be kept."""
+        return False
+
+    def will_need(self, place: tuple[int, int]) -> bool:
+        """Say whether replays are going to start from a value that nobody saves, and nobody can make again."""
+        return False
 
     def passes(self, value: Candidate) -> int:
         """Say how many replays may compute a dropped value and let it go again before one retains it."""
@@ -231,6 +246,17 @@ class Online(Policy):
         return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
 
 
+def _place(trace: Trace, value: int) -> tuple[int, int]:
+    made = trace.values[value]
+    assert made.op is not None, "what was there before the step has no place in it"
+    return made.op, made.output
+
+
+def _same_size(traced: int, nbytes: int) -> bool:
+    """Tell whether a traced size, rounded to an allocator's blocks, or 0 on a device without a budget, can be this."""
+    return not traced or 0 <= traced - nbytes < _LARGEST_BLOCK
+
+
 @final
 class Planned(Policy):
     """Do what a plan says.
@@ -239,12 +265,18 @@ class Planned(Policy):
     right; :attr:`departed` says that this happened.
     """
 
+    foresees = True
+
     def __init__(self, trace: Trace, plan: Plan) -> None:
         if plan.fingerprint != trace.fingerprint():
             raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
         self._trace = trace
         self._plan = plan
         self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
+        facts = index(trace)
+        fixed = fixed_values(facts, plan.decisions)
+        self._kept = {_place(trace, value) for value in facts.decided if fixed[value]}
+        self._needed = {_place(trace, value) for value in sources(facts, fixed) if facts.saved_at[value] < 0}
         self.departed = False
         """Whether a step did something else than the traced one."""
 
@@ -255,6 +287,14 @@ class Planned(Policy):
         """Look the value up in the plan."""
         return DROP if isinstance(self._decision(value), Drop) else KEEP
 
+    def will_keep(self, place: tuple[int, int]) -> bool:
+        """Look the place up in the plan."""
+        return place in self._kept
+
+    def will_need(self, place: tuple[int, int]) -> bool:
+        """Look the place up among those that replays start from."""
+        return place in self._needed
+
     def passes(self, value: Candidate) -> int:
         """Look the value up in the plan."""
         decision = self._decision(value)
@@ -264,8 +304,7 @@ class Planned(Policy):
         op, _ = value.place
         number = self._ids.get(value.place)
         if number is not None:
-            same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
-            if same:
+            if self._trace.ops[op].name == value.name and _same_size(self._trace.values[number].nbytes, value.nbytes):
                 return self._plan.decisions.get(number)
         self.departed = True
         return None
