@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from scrimp._compiler import never_compiled
 from scrimp._geometry import Geometry, geometry_of, is_plain, look, same_bits
 from scrimp._record import Recorder
 from scrimp._replay import Replay
@@ -18,6 +19,7 @@ from scrimp._streams import ready_now, wait_until
 from scrimp._value import Value, release, secure
 from scrimp.errors import ReplayMismatchError, SavedChangedError, saved_changed
 
+_getframe = sys._getframe
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -31,6 +33,7 @@ class Handle:
         self.geometry = geometry
         self.recorder = recorder
 
+    @never_compiled
     def __del__(self) -> None:
         self.recorder.release_handle(self.value)
 
@@ -73,25 +76,30 @@ class Hooks:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Any:
         """Replace a tensor that autograd saves by a handle."""
         # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
-        by_function = sys._getframe(1).f_code is _APPLY
-        return self._packed(tensor, by_function)
+        return self._packed(tensor, by_function=_getframe(1).f_code is _APPLY)
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
-        if not is_plain(tensor):
+        recorder = self._recorder
+        value = recorder.known(tensor)
+        if value is None and not is_plain(tensor):
             if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
                 return Parts(tensor, lambda part: self._packed(part, by_function))
             return Whole(tensor)
-        with self._recorder as recorder:
-            value = recorder.find(tensor)
+        with recorder:
+            if value is None:
+                value = recorder.find(tensor)
             self._save(value, tensor, by_function)
-            geometry = None if value.born() is tensor else geometry_of(tensor)
+            if value.is_what_was_made(tensor):
+                return Handle(value, None, recorder)
+            geometry = geometry_of(tensor)
             return Handle(value, None if geometry == value.geometry else geometry, recorder)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
-        if value.call is not None and not by_function:
+        if not value.decided and value.call is not None and not by_function:
             value.scope.around(self._scope).decide(value)
         if not value.handles and not value.external:
             value.scope.ledger.made.enter(value.nbytes)
@@ -110,6 +118,7 @@ class Hooks:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
         match packed:
@@ -120,16 +129,21 @@ class Hooks:
                     raise SavedChangedError(saved_changed(f"a {tensor.layout} tensor of {tensor.dtype}"))
                 return tensor
         value = packed.value
-        with packed.recorder:
+        with packed.recorder as recorder:
+            recorder.settle_writes()
             if value.tensor is not None and not value.unchanged():
                 raise SavedChangedError(saved_changed(f"a tensor ({value})"))
-            if value.tensor is not None:
+            if value.shown is not None:
+                tensor, witness, version = value.shown
+                if witness._version != version:
+                    raise SavedChangedError(saved_changed(f"a tensor ({value})"))
+            elif value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
                 if value.replayed and value.demand == 1:
                     value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
-                tensor = _bring_back(value, packed.recorder)
+                tensor = _bring_back(value, recorder)
             if packed.geometry is None:
                 return tensor
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():

@@ -63,9 +63,11 @@ class Scope:
         value.number = self.control.decided
         self.control.decided += 1
         value.decided = True
-        value.pinned = not self.control.enabled or self.control.policy.decide(Candidate(value)) is not DROP
-        value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
-        value.move_to(self)
+        candidate = Candidate(value)
+        value.pinned = not self.control.enabled or self.control.policy.decide(candidate) is not DROP
+        value.passes = 0 if value.pinned else self.control.policy.passes(candidate)
+        if value.scope is not self:
+            value.move_to(self)
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 
@@ -92,6 +94,11 @@ class Scope:
             if not evicted:
                 break  # of what is kept, nothing is left that could be had again
         return True
+
+    def forget_candidates(self) -> None:
+        """Let go of the values that could be evicted, once autograd needs none of them any more."""
+        self._unrated.clear()
+        self._evictable.clear()
 
     def offer(self, value: Value) -> None:
         """Add a value that is kept again, after a replay, to those that can be evicted."""

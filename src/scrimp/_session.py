@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp._budget import Budget
+from scrimp._compiler import never_compiled
 from scrimp._keeping import KeepingHooks
 from scrimp._limit import BudgetSession
 from scrimp._record import Recorder, RecordMode
@@ -66,6 +67,7 @@ class Session:
         """What the session did so far and holds now."""
         return self._control.ledger.snapshot(self._control.policy.budget)
 
+    @never_compiled
     def __enter__(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is open already; to nest sessions, make another one")
@@ -97,6 +99,7 @@ class Session:
             self._open = stack.pop_all()
         return self
 
+    @never_compiled
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Statistics:
         return None if self.budget is None else self.kept.bytes / max(self.budget, 1)
 
 
-class State(Enum):
+class State(IntEnum):  # the hash of an Enum is computed in Python
     """Where a value's bytes are, as far as scrimp is concerned."""
 
     ABSENT = auto()
@@ -64,7 +64,8 @@ class _Counter:
         self.count += 1
         self.total += 1
         self.bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes = self.bytes
 
     def leave(self, nbytes: int) -> None:
         self.count -= 1
