@@ -1,6 +1,6 @@
-"""Policies: they answer keep or drop for each value when autograd first saves it.
+"""Policies: they answer for each value when autograd first saves it: keep it, drop it, or the store where it is to go.
 
-A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`:
+A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`, or to a store:
 
 >>> import torch, scrimp
 >>> def keep_small(value: scrimp.policy.Candidate) -> scrimp.policy.Decision:
@@ -29,6 +29,7 @@ from scrimp._plan import Drop, Plan
 from scrimp._trace import Trace
 from scrimp._value import Value
 from scrimp.errors import PolicyError
+from scrimp.store import Store
 
 
 class Decision(Enum):
@@ -37,6 +38,9 @@ class Decision(Enum):
     KEEP = "keep"
     DROP = "drop"
 
+
+Answer = Decision | Store
+"""What a policy says: keep, drop, or where to put it."""
 
 KEEP = Decision.KEEP
 DROP = Decision.DROP
@@ -105,12 +109,20 @@ class Policy(abc.ABC):
     """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
 
     @abc.abstractmethod
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Answer for a value that autograd saves for the first time."""
 
     def passes(self, value: Candidate) -> int:
         """Say how many replays may compute a dropped value and let it go again before one retains it."""
         return 0
+
+    def opaque(self, nbytes: int) -> Store | None:
+        """Say where a value goes that nobody can replay and autograd saves; None: it is kept."""
+        return None
+
+    def inputs(self) -> Store | None:
+        """Say where an activation goes that was made before the session and is used in it; None: it is kept."""
+        return None
 
     def worth(self, value: Candidate) -> float:
         """Say how much a kept value is worth; over the budget, the least worthy is evicted first."""
@@ -232,6 +244,87 @@ class Online(Policy):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class StoreAll(Policy):
+    """Store everything that autograd saves."""
+
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Store."""
+        return self.store
+
+    def opaque(self, nbytes: int) -> Store | None:
+        """Store."""
+        return self.store
+
+
+@final
+class StoreOps(Policy):
+    """Store the results of the given ATen operators and drop the rest.
+
+    >>> import torch, scrimp
+    >>> policy = scrimp.policy.StoreOps({torch.ops.aten.mm, torch.ops.aten.addmm}, scrimp.store.Host("8GiB"))
+    """
+
+    def __init__(self, operators: Iterable[OpOverload | OpOverloadPacket], store: Store) -> None:
+        self.store = store
+        self._kept = KeepOps(operators)
+
+    def __repr__(self) -> str:
+        return f"StoreOps({self._kept!r}, {self.store!r})"
+
+    def decide(self, value: Candidate) -> Answer:
+        """Look at the operator that made the value."""
+        return self.store if self._kept.decide(value) is KEEP else DROP
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoreLargerThan(Policy):
+    """Store what takes more than ``nbytes``, and keep the rest."""
+
+    nbytes: int
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Look at the size of the value's storage."""
+        return self.store if value.nbytes > self.nbytes else KEEP
+
+    def opaque(self, nbytes: int) -> Store | None:
+        """Look at the size."""
+        return self.store if nbytes > self.nbytes else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoreInputs(Policy):
+    """Drop everything inside, and store what it is replayed from: activations that were computed before.
+
+    This is for regions one after the other. What leads to a gradient and was made outside counts as an activation;
+    parameters, buffers and data do not, since others hold them anyway.
+
+    >>> import torch, scrimp
+    >>> host = scrimp.store.Host()
+    >>> x = torch.randn(64, 64, requires_grad=True)
+    >>> for layer in (torch.sin, torch.exp):
+    ...     x = scrimp.checkpoint(lambda x, layer=layer: layer(x * 2) * 3, x, policy=scrimp.policy.StoreInputs(host))
+    >>> host.statistics.held.count
+    1
+    """
+
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Drop."""
+        return DROP
+
+    def inputs(self) -> Store | None:
+        """Store."""
+        return self.store
+
+
+@final
 class Planned(Policy):
     """Do what a plan says.
 
@@ -276,19 +369,19 @@ class Planned(Policy):
 class FromFunction(Policy):
     """A plain callable as a policy."""
 
-    function: Callable[[Candidate], Decision]
+    function: Callable[[Candidate], Answer]
 
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Ask the function."""
         answer = self.function(value)
-        if not isinstance(answer, Decision):
+        if not isinstance(answer, (Decision, Store)):
             raise PolicyError(
-                f"a policy must answer with policy.KEEP or policy.DROP, {self.function!r} gave {answer!r}"
+                f"a policy must answer with policy.KEEP, policy.DROP or a store, {self.function!r} gave {answer!r}"
             )
         return answer
 
 
-def as_policy(policy: Policy | Callable[[Candidate], Decision]) -> Policy:
+def as_policy(policy: Policy | Callable[[Candidate], Answer]) -> Policy:
     """Return ``policy`` itself, or the policy that a plain callable stands for."""
     if isinstance(policy, Policy):
         return policy
