@@ -48,7 +48,8 @@ def fetched(value: Value, recorder: Recorder, for_replay: bool = False) -> Tenso
         value.stream = stream_of(value.device)
         value.ready = ready_now(value.device)
         value.replayed = True
-        recorder.drop_again_after(task, {value})
+        if task != -1:
+            recorder.drop_again_after(task, {value})
     return tensor
 
 

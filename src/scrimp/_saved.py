@@ -161,6 +161,8 @@ def _bring_back(target: Value, recorder: Recorder) -> Tensor:
     task = torch._C._current_graph_task_id()
     keep = _worth_keeping(replay) if task != -1 else set()
     results, seconds = replay.timed(keep)
+    if task == -1:
+        _send_back(replay)
     ledger = target.scope.ledger
     ledger.replayed_operators += len(replay.calls)
     ledger.replayed_seconds += seconds
@@ -186,6 +188,13 @@ def _ready_to_run(target: Value, recorder: Recorder) -> Replay:
         lost = [source for source in away if fetched(source, recorder, for_replay=True) is None]
         if not lost:
             return replay
+
+
+def _send_back(replay: Replay) -> None:
+    """Let go of what a replay started from and stores have as well."""
+    for source in replay.sources:
+        if source.copy is not None and source.replayed:
+            source.let_go()
 
 
 def _worth_keeping(replay: Replay) -> set[Value]:

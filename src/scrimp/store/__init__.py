@@ -15,7 +15,8 @@ A policy answers with a store where it could answer ``KEEP`` or ``DROP``, and th
 """
 
 from scrimp.store._account import StoreStatistics
+from scrimp.store._disk import Disk
 from scrimp.store._host import Host
 from scrimp.store._store import Copy, Store
 
-__all__ = ["Copy", "Host", "Store", "StoreStatistics"]
+__all__ = ["Copy", "Disk", "Host", "Store", "StoreStatistics"]

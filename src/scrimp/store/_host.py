@@ -80,6 +80,10 @@ class _HostCopy(Copy):
             self._host._account.waited.add(landing.span)
         return landing
 
+    def approach(self) -> None:
+        if self.device.type == "cuda":
+            self._host._landing_of(self)
+
     def forget(self) -> None:
         if self.device.type == "cuda":
             self._host._pool.give_back(self._memory)

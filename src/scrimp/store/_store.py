@@ -48,8 +48,9 @@ class Copy(abc.ABC):
     def come(self) -> Landing:
         """Begin the way back to the device."""
 
-    def approach(self) -> None:  # noqa: B027  most have nothing to do here
-        """Begin what of the way back takes no memory of the device."""
+    @abc.abstractmethod
+    def approach(self) -> None:
+        """Begin as much of the way back as holds nobody up; it fails without a word."""
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -172,10 +173,7 @@ class Store(abc.ABC):
             if room < copy.nbytes and room != self.window:
                 return
             room -= copy.nbytes
-            if copy.device.type == "cuda":
-                self._landing_of(copy)
-            else:
-                copy.approach()  # the rest would keep the host busy, now or later, and take memory until then
+            copy.approach()
 
     def _let_lie(self, copy: Copy) -> None:
         self._ahead.pop(copy, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 
@@ -14,7 +15,7 @@ class Turn:
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+        self._settle = weakref.WeakMethod(settle)  # no cycle: what takes turns goes with its last reference
         self._lock = threading.RLock()
         self._depth = 0
 
@@ -24,8 +25,9 @@ class Turn:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if self._depth == 1:
-                self._settle()
+            settle = self._settle()
+            if self._depth == 1 and settle is not None:
+                settle()
         finally:
             self._depth -= 1
             self._lock.release()
