@@ -15,14 +15,22 @@ from scrimp._value import Value, secure
 from scrimp.errors import StoreError, StoreWarning
 
 
-def expect_backward(recorder: Recorder) -> None:
-    """Backward asks for something: if its pass is a new one, stores begin to send what they got last."""
+def expect_backward(recorder: Recorder, asked_for: Value) -> None:
+    """Backward asks for a value: begin to fetch those that are asked for after it.
+
+    If its pass is a new one, that is what was stored last; later it is for stores and plans to say.
+    """
     outbox = recorder.scope.outbox
+    if not outbox.is_used:
+        return
     task = torch._C._current_graph_task_id()
-    if outbox.begins(task):
-        recorder.drop_again_after(task, set())
-        with as_recorded():
+    if task == -1:
+        return
+    with as_recorded():
+        if outbox.begins(task):
+            recorder.drop_again_after(task, set())
             outbox.before_backward()
+        outbox.before_unpacking(asked_for)
 
 
 def fetched(value: Value, recorder: Recorder, for_replay: bool = False) -> Tensor | None:

@@ -8,14 +8,14 @@ there the value is let go: whatever is put into that memory afterwards stands be
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 
 import torch
 from torch import Tensor
 
-from scrimp._value import Value, secure
+from scrimp._value import Timing, Value, secure
 from scrimp.store._lanes import unseen
-from scrimp.store._store import Store
+from scrimp.store._store import Copy, Store
 
 
 class Outbox:
@@ -25,6 +25,11 @@ class Outbox:
         self._asked: list[Value] = []
         self._unsure: deque[tuple[int, Value]] = deque()
         self._clock = 0
+        self._due: dict[int, list[Value]] = {}
+        """By operator, the values that a plan wants gone after it."""
+        self._planned: dict[tuple[int, int], list[tuple[int, weakref.ref[Copy]]]] = {}
+        """By the value that is unpacked then, and how often it was in this pass: copies that a plan wants back."""
+        self._turns: Counter[tuple[int, int]] = Counter()
         self._leaving: deque[Value] = deque()
         self._stores: weakref.WeakSet[Store] = weakref.WeakSet()
         self._pass = -1
@@ -45,6 +50,8 @@ class Outbox:
         self._clock = sequence
         while self._unsure and self._unsure[0][0] < sequence:
             self._asked.append(self._unsure.popleft()[1])
+        for value in self._due.pop(sequence - 2, ()):
+            self.finish(value)
 
     def send(self) -> None:
         """Begin to copy what was noted, and let go of what left before, as far as the window demands."""
@@ -55,20 +62,31 @@ class Outbox:
 
     def _put(self, value: Value, store: Store) -> None:
         assert value.tensor is not None
-        value.copy = store.put(_bytes_of(value.tensor))
+        value.copy = store.put(_bytes_of(value.tensor), scheduled=value.timing is not None)
         if value.copy is None:
             drop(value)
             return
         self._stores.add(store)
+        if value.timing is not None:
+            self._leaving.append(value)
+            self._schedule(value, value.copy, value.timing)
+            return
         if value.copy.at_once:
             _let_go(value)
             return
         self._leaving.append(value)
-        on_the_way = sum(one.nbytes for one in self._leaving if one.tensor is not None)
-        while on_the_way > store.window:
-            oldest = self._leaving[0]
-            on_the_way -= oldest.nbytes if oldest.tensor is not None else 0
+        unplanned = [one for one in self._leaving if one.tensor is not None and one.timing is None]
+        on_the_way = sum(one.nbytes for one in unplanned)
+        for oldest in unplanned:
+            if on_the_way <= store.window:
+                break
+            on_the_way -= oldest.nbytes
             self.finish(oldest)
+
+    def _schedule(self, value: Value, copy: Copy, timing: Timing) -> None:
+        self._due.setdefault(max(timing.free_at, self._clock - 1), []).append(value)
+        if timing.fetch_at is not None:
+            self._planned.setdefault(timing.fetch_at, []).append((timing.turn, weakref.ref(copy)))
 
     def finish(self, value: Value) -> None:
         """Have the device's queue wait for a value that is leaving, and let go of it; of any other, do nothing."""
@@ -86,17 +104,32 @@ class Outbox:
         while self._leaving:
             _let_go(self._leaving.popleft())
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was ever sent."""
+        return bool(self._stores)
+
     def begins(self, task: int) -> bool:
-        """Tell whether backward pass ``task`` is a new one that may need what is stored."""
-        if task in (self._pass, -1) or not self._stores:
+        """Tell whether backward pass ``task`` is a new one."""
+        if task == self._pass:
             return False
         self._pass = task
+        self._turns.clear()
         return True
 
     def before_backward(self) -> None:
         """What was stored last will soon be asked for."""
         for store in self._stores:
             store.prefetch_youngest()
+
+    def before_unpacking(self, value: Value) -> None:
+        """What a plan wants to be fetched at this point, is."""
+        planned = self._planned.get(value.place)
+        if planned:
+            self._turns[value.place] += 1
+            for turn, copy in planned:
+                if turn == self._turns[value.place] and (there := copy()) is not None:
+                    there.prefetch()
 
     def after_backward(self) -> None:
         """A backward pass is over: what was fetched for it and not asked for goes."""

@@ -195,7 +195,9 @@ class Recorder:
             value.seen = max(value.seen, value.version)
         for index, tensor in enumerate(results):
             if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
-                self._enter(tensor, call, index)
+                value = self._enter(tensor, call, index)
+                if call is None:
+                    value.made_at = self._sequence
         return result
 
     def _note(
@@ -272,6 +274,8 @@ class Recorder:
 
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
+        if call is None:
+            value.made_at = self._sequence
         if external:
             value.external = value.rooted = True
             alias = share(tensor)

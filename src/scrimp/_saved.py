@@ -123,7 +123,7 @@ class Hooks:
                 return tensor
         value = packed.value
         with packed.recorder as recorder:
-            expect_backward(recorder)
+            expect_backward(recorder, value)
             if value.tensor is not None and not value.unchanged():
                 raise SavedChangedError(saved_changed(f"a tensor ({value})"))
             if value.tensor is not None:
@@ -153,7 +153,9 @@ def _keep_for_good(value: Value, tensor: Tensor) -> None:
         assert value.call is not None
         for source in value.call.inputs:
             release(source)
-    value.call = None
+    if value.call is not None:
+        value.made_at = value.call.sequence
+        value.call = None
 
 
 def _bring_back(target: Value, recorder: Recorder) -> Tensor:
@@ -208,6 +210,7 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         value
         for value in replay.results()
         if value.tensor is None
+        and value.copy is None
         and not value.overwritten
         and not (value is replay.target and value.demand == 1)
         and value.scope in around

@@ -66,14 +66,17 @@ class Scope:
         answer = self.control.policy.decide(Candidate(value)) if self.control.enabled else KEEP
         value.pinned = answer is not DROP
         value.store = answer if isinstance(answer, Store) else None
+        if value.store is not None:
+            value.timing = self.control.policy.timing(Candidate(value))
         value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
         value.move_to(self)
 
     def place_opaque(self, value: Value) -> None:
         """Ask the policy where a value goes that autograd saves and nobody can replay."""
         if self.control.enabled and not value.external and value.store is None and value.copy is None:
-            value.store = self.control.policy.opaque(value.nbytes)
+            value.store = self.control.policy.opaque(Candidate(value))
             if value.store is not None:
+                value.timing = self.control.policy.timing(Candidate(value))
                 self.outbox.add_unsure(value)
 
     def place_input(self, value: Value, tensor: Tensor) -> None:

@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from scrimp.store import Copy, Store
 
 
+class Timing(NamedTuple):
+    """When a value that a plan stores leaves the device, and when it comes back."""
+
+    free_at: int
+    """The operator, counted from 0, after which the device has its memory back."""
+    fetch_at: tuple[int, int] | None
+    """The place (operator and result) of the value at whose unpacking the way back begins; None: at its own."""
+    turn: int
+    """Which unpacking of it in a backward pass, counted from 1."""
+
+
 class Ref(NamedTuple):
     """A tensor argument of a recorded call: a value, and how the call looked at it (None: as it was made)."""
 
@@ -128,6 +139,10 @@ class Value:
     """Where the policy wants its bytes, instead of on the device."""
     copy: Copy | None = None
     """Its bytes there. It is made once, and stays until nobody demands the value."""
+    timing: Timing | None = None
+    """When a plan wants it gone and back."""
+    made_at = 0
+    """The sequence number of the operator that made it, where ``call`` does not say."""
     state = State.ABSENT
     storage: object = None
 
@@ -159,7 +174,9 @@ class Value:
         self.witness = witness
         self.version = witness._version
         self.stale = False
-        if self.store is not None and self.copy is None:
+        if self.copy is not None:
+            self.copy.on_device = True
+        elif self.store is not None:
             self.scope.outbox.add(self)
         self.settle()
 
@@ -176,9 +193,11 @@ class Value:
         """Stop keeping the content alive; a copy elsewhere is forgotten if nobody needs that either."""
         self.tensor = self.witness = self.ready = None
         self.replayed = False
-        if self.copy is not None and not self.demand and not self.rooted:
-            self.copy.discard()
-            self.copy = None
+        if self.copy is not None:
+            self.copy.on_device = False
+            if not self.demand and not self.rooted:
+                self.copy.discard()
+                self.copy = None
         self.settle(evicted)
 
     def settle(self, evicted: bool = False) -> None:
@@ -211,6 +230,11 @@ class Value:
                 self.scope.ledger.made.leave(self.nbytes)
                 scope.ledger.made.enter(self.nbytes)
         self.scope = scope
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which operator of its recording made it, counted from 0, and which of that operator's results it is."""
+        return (self.made_at if self.call is None else self.call.sequence) - 1, self.index
 
     @property
     def at_hand(self) -> bool:

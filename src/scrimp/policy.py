@@ -16,7 +16,8 @@ A policy is an instance of :class:`Policy` or any callable from :class:`Candidat
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
@@ -25,9 +26,11 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from scrimp._cost import replay_seconds
+from scrimp._plan import Decision as PlannedDecision
 from scrimp._plan import Drop, Plan
-from scrimp._trace import Trace
-from scrimp._value import Value
+from scrimp._plan import Store as PlannedStore
+from scrimp._trace import Trace, Unpack
+from scrimp._value import Timing, Value
 from scrimp.errors import PolicyError
 from scrimp.store import Store
 
@@ -62,8 +65,7 @@ class Candidate:
     @property
     def place(self) -> tuple[int, int]:
         """Which operator of the session made it, counted from 0, and which of that operator's results it is."""
-        assert self._value.call is not None
-        return self._value.call.sequence - 1, self._value.index
+        return self._value.place
 
     @property
     def operator(self) -> OpOverload:
@@ -116,12 +118,19 @@ class Policy(abc.ABC):
         """Say how many replays may compute a dropped value and let it go again before one retains it."""
         return 0
 
-    def opaque(self, nbytes: int) -> Store | None:
-        """Say where a value goes that nobody can replay and autograd saves; None: it is kept."""
+    def opaque(self, value: Candidate) -> Store | None:
+        """Say where a value goes that autograd saves and that cannot be replayed; None: it is kept.
+
+        It has no ``operator``, ``name`` or ``cost``.
+        """
         return None
 
     def inputs(self) -> Store | None:
         """Say where an activation goes that was made before the session and is used in it; None: it is kept."""
+        return None
+
+    def timing(self, value: Candidate) -> Timing | None:
+        """Say when a value that is stored goes and comes back; None: as the store sees fit."""
         return None
 
     def worth(self, value: Candidate) -> float:
@@ -254,7 +263,7 @@ class StoreAll(Policy):
         """Store."""
         return self.store
 
-    def opaque(self, nbytes: int) -> Store | None:
+    def opaque(self, value: Candidate) -> Store | None:
         """Store."""
         return self.store
 
@@ -291,9 +300,9 @@ class StoreLargerThan(Policy):
         """Look at the size of the value's storage."""
         return self.store if value.nbytes > self.nbytes else KEEP
 
-    def opaque(self, nbytes: int) -> Store | None:
-        """Look at the size."""
-        return self.store if nbytes > self.nbytes else None
+    def opaque(self, value: Candidate) -> Store | None:
+        """Look at the size of the value's storage."""
+        return self.store if value.nbytes > self.nbytes else None
 
 
 @final
@@ -330,38 +339,89 @@ class Planned(Policy):
 
     A value that the traced step did not have in the same place is kept, so that a step that departs from its plan stays
     right; :attr:`departed` says that this happened.
+
+    Args:
+        trace: The step.
+        plan: A plan for it.
+        store: Where the values go that the plan stores.
     """
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace, plan: Plan, store: Store | None = None) -> None:
         if plan.fingerprint != trace.fingerprint():
             raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
+        stored = [value for value, decision in plan.decisions.items() if isinstance(decision, PlannedStore)]
+        if stored and store is None:
+            raise PolicyError(
+                f"need a store for the {len(stored)} values that this plan stores, have none: "
+                "Planned(trace, plan, scrimp.store.Host())"
+            )
+        self.store = store
         self._trace = trace
         self._plan = plan
         self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
+        self._timings = _timings(trace, {value: plan.decisions[value] for value in stored})
         self.departed = False
         """Whether a step did something else than the traced one."""
 
     def __repr__(self) -> str:
         return f"Planned({self._plan})"
 
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Look the value up in the plan."""
-        return DROP if isinstance(self._decision(value), Drop) else KEEP
+        number = self._number(value)
+        match None if number is None else self._plan.decisions.get(number):
+            case PlannedStore() if self.store is not None:
+                return self.store
+            case Drop():
+                return DROP
+        return KEEP
 
     def passes(self, value: Candidate) -> int:
         """Look the value up in the plan."""
-        decision = self._decision(value)
+        number = self._number(value)
+        decision = None if number is None else self._plan.decisions.get(number)
         return decision.passes if isinstance(decision, Drop) else 0
 
-    def _decision(self, value: Candidate) -> object:
+    def opaque(self, value: Candidate) -> Store | None:
+        """Look the value up in the plan."""
+        return None if self._timings.get(self._ids.get(value.place, -1)) is None else self.store
+
+    def timing(self, value: Candidate) -> Timing | None:
+        """Look the value up in the plan."""
+        return self._timings.get(self._ids.get(value.place, -1))
+
+    def _number(self, value: Candidate) -> int | None:
         op, _ = value.place
         number = self._ids.get(value.place)
         if number is not None:
             same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
             if same:
-                return self._plan.decisions.get(number)
+                return number
         self.departed = True
         return None
+
+
+def _timings(trace: Trace, stored: Mapping[int, PlannedDecision]) -> dict[int, Timing]:
+    """Translate moments into what a session sees: the operators of forward, and in backward what is unpacked.
+
+    A copy that is to come back before some event does so at the next unpacking of a value that a session recognises;
+    never earlier, so that it takes no memory before its time.
+    """
+    places: list[tuple[tuple[int, int] | None, int]] = [(None, 0)] * (len(trace.events) + 1)
+    turns = Counter(event.value for event in trace.events if isinstance(event, Unpack))
+    for number in range(len(trace.events) - 1, -1, -1):
+        event = trace.events[number]
+        places[number] = places[number + 1]
+        if isinstance(event, Unpack):
+            value = trace.values[event.value]
+            if value.op is not None and trace.ops[value.op].replayable:
+                places[number] = (value.op, value.output), turns[event.value]
+            turns[event.value] -= 1
+    return {
+        value: Timing(decision.free_at, *places[decision.prefetch_at])
+        for value, decision in stored.items()
+        if isinstance(decision, PlannedStore)
+    }
 
 
 @final

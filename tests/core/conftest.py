@@ -32,7 +32,7 @@ class RandomStorePolicy(Policy):
         """Decide by the next draw."""
         return self._random.choice([Decision.DROP, Decision.KEEP, self._store])
 
-    def opaque(self, nbytes: int) -> Store | None:
+    def opaque(self, value: Candidate) -> Store | None:
         """Decide by the next draw."""
         return self._random.choice([None, self._store])
 

@@ -22,10 +22,14 @@ class Copy(abc.ABC):
         nbytes: how many they are.
         device: where they came from, and go back to.
         at_once: whether all was copied when :meth:`Store.put` returned.
+        on_device: whether the value is there still, or there again, so that nothing has to be fetched.
         scheduled: whether a plan says when they come back, so that nobody else fetches them ahead.
     """
 
-    __slots__ = ("at_once", "device", "landing", "nbytes", "older", "scheduled", "store", "taken", "younger")
+    __slots__ = (
+        "__weakref__", "at_once", "device", "landing", "nbytes", "older", "on_device", "scheduled", "store", "taken",
+        "younger",
+    )  # fmt: skip
 
     def __init__(self, store: Store, nbytes: int, taken: int, device: torch.device) -> None:
         self.store = store
@@ -34,6 +38,7 @@ class Copy(abc.ABC):
         """Bytes of the store that it takes."""
         self.device = device
         self.at_once = False
+        self.on_device = True
         self.scheduled = False
         self.landing: Landing | None = None
         """The way back, once begun, until somebody takes what lands."""
@@ -154,7 +159,8 @@ class Store(abc.ABC):
 
     def _prefetch(self, copy: Copy) -> None:
         with self._turn:
-            self._landing_of(copy)
+            if not copy.on_device:
+                self._landing_of(copy)
 
     def _landing_of(self, copy: Copy) -> Landing:
         if copy.landing is None:
@@ -168,7 +174,7 @@ class Store(abc.ABC):
         """Begin to fetch what comes next in backward, as far as the window reaches."""
         room = self.window
         for copy in _from(first):
-            if copy.scheduled:
+            if copy.scheduled or copy.on_device:
                 continue
             if room < copy.nbytes and room != self.window:
                 return
