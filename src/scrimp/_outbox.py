@@ -151,7 +151,7 @@ def _can_leave(value: Value) -> bool:
 def _let_go(value: Value) -> None:
     if value.copy is None or value.tensor is None:
         return
-    value.copy.wait_until_left()
+    value.copy.wait_until_left(value.tensor, value.stream)
     if value.unchanged():
         value.let_go()
     else:

@@ -20,7 +20,7 @@ from scrimp.store import _files
 from scrimp.store._account import Span
 from scrimp.store._files import Written
 from scrimp.store._folder import Folder
-from scrimp.store._lanes import Landing, Lanes, unseen, wait
+from scrimp.store._lanes import Landing, Lanes, unseen
 from scrimp.store._memory import Memory, Pool, plain
 from scrimp.store._store import Copy, Store
 
@@ -159,10 +159,10 @@ class _DiskCopy(Copy):
             self._disk._refuses = error
             warnings.warn(StoreWarning(f"{error}. Until there is room, nothing more is stored there"), stacklevel=2)
 
-    def wait_until_left(self) -> None:
+    def wait_until_left(self, content: Tensor, owner: int) -> None:
         with self._disk._turn:
             if self.device.type == "cuda":
-                self._disk._account.waited.add(wait(self._left, self.device))
+                self._disk._account.waited.add(self._disk._lanes.left(self._left, content, owner))
                 return
             self.see_to_write()
             if self._memory is not None and self.device.type == "cpu":

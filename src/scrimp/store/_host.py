@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scrimp._budget import format_bytes
 from scrimp.store._account import Span
-from scrimp.store._lanes import Landing, Lanes, unseen, wait
+from scrimp.store._lanes import Landing, Lanes, unseen
 from scrimp.store._memory import Memory, Pool, plain
 from scrimp.store._store import Copy, Store
 
@@ -70,9 +70,9 @@ class _HostCopy(Copy):
         self._left = left
         self.at_once = isinstance(left, float)
 
-    def wait_until_left(self) -> None:
+    def wait_until_left(self, content: Tensor, owner: int) -> None:
         with self._host._turn:
-            self._host._account.waited.add(wait(self._left, self.device))
+            self._host._account.waited.add(self._host._lanes.left(self._left, content, owner))
 
     def come(self) -> Landing:
         landing = self._host._lanes.land(self._memory, self.nbytes, self.device)

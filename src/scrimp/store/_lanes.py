@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scrimp._streams import stream_of
 from scrimp.store._account import Span
 from scrimp.store._memory import Memory
 
@@ -59,6 +60,18 @@ class Lanes:
             memory.fill(content)
             end = memory.busy = _now(lane)
         return begin, end
+
+    def left(self, span: Span, content: Tensor, owner: int) -> Span:
+        """Have the current stream wait until a copy has left, so that ``content`` may go; its stream is ``owner``.
+
+        Returns:
+            From when until when it may have to wait.
+        """
+        waited = wait(span, content.device)
+        if content.is_cuda and stream_of(content.device) != owner:
+            # Memory goes back to its own stream, which does not wait: then the allocator has to.
+            content.record_stream(self._of(content.device).out)
+        return waited
 
     def land(self, memory: Memory, nbytes: int, device: torch.device) -> Landing:
         """Copy bytes back, to new memory of the device; on CUDA this only begins, as soon as they have left."""

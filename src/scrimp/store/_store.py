@@ -46,8 +46,13 @@ class Copy(abc.ABC):
         self.younger: Copy | None = None
 
     @abc.abstractmethod
-    def wait_until_left(self) -> None:
-        """Wait until what was given to the store may change or go: on CUDA the current stream does, else the host."""
+    def wait_until_left(self, content: Tensor, owner: int) -> None:
+        """Wait until what was given to the store may change or go: on CUDA the current stream does, else the host.
+
+        Args:
+            content: Any tensor over what was given.
+            owner: The number of the stream that its memory belongs to.
+        """
 
     @abc.abstractmethod
     def come(self) -> Landing:
