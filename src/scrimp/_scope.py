@@ -102,14 +102,27 @@ class Scope:
         self._unrated.append(value)
         while (excess := self._excess(value)) > 0:
             chosen = self._choose(excess, value)
-            if value in chosen and (value.secured or secure(value)):
-                return False
-            evicted = [one for one in chosen if one is not value and (one.secured or secure(one))]
-            for one in evicted:
-                one.let_go(evicted=True)
-            if not evicted:
+            if value in chosen:
+                value.store = self.control.policy.evicted(Candidate(value))
+                if value.store is not None:
+                    return True  # it leaves as soon as it is held
+                if value.secured or secure(value):
+                    return False
+            gone = [one for one in chosen if one is not value and self._evict(one)]
+            if not gone:
                 break  # of what is kept, nothing is left that could be had again
         return True
+
+    def _evict(self, value: Value) -> bool:
+        """Send a kept value away, or drop it; tell whether it is gone."""
+        if value.copy is None:
+            value.store = self.control.policy.evicted(Candidate(value))
+            if value.store is not None:
+                self.outbox.add(value)
+                self.outbox.finish(value)
+        if value.tensor is not None and (value.copy is not None or value.secured or secure(value)):
+            value.let_go(evicted=value.copy is None)
+        return value.tensor is None
 
     def offer(self, value: Value) -> None:
         """Add a value that is kept again, after a replay, to those that can be evicted."""

@@ -129,6 +129,10 @@ class Policy(abc.ABC):
         """Say where an activation goes that was made before the session and is used in it; None: it is kept."""
         return None
 
+    def evicted(self, value: Candidate) -> Store | None:
+        """Say where a kept value goes that is evicted; None: it is dropped."""
+        return None
+
     def timing(self, value: Candidate) -> Timing | None:
         """Say when a value that is stored goes and comes back; None: as the store sees fit."""
         return None
@@ -222,6 +226,10 @@ class Evict(Enum):
 class Online(Policy):
     """Keep everything until ``budget`` bytes are full, then evict as many values as it takes, and no more.
 
+    What is evicted goes to ``store`` if there is one and it has room, and is dropped otherwise. With a store of two
+    tiers, values are on the device, in host memory or on disk, under a limit of bytes each; what does not fit is
+    recomputed.
+
     >>> import torch, scrimp
     >>> x = torch.randn(256, 256, requires_grad=True)
     >>> with scrimp.session(policy=scrimp.policy.Online(600_000)) as session:
@@ -230,7 +238,7 @@ class Online(Policy):
     524288
     """
 
-    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST) -> None:
+    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST, store: Store | None = None) -> None:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
             raise PolicyError(f"Online needs a budget in bytes, 0 or more; has {budget!r}")
         try:
@@ -239,9 +247,11 @@ class Online(Policy):
             names = " or ".join(repr(order.value) for order in Evict)
             raise PolicyError(f"Online needs evict={names}, has {evict!r}") from None
         self.budget = budget
+        self.store = store
 
     def __repr__(self) -> str:
-        return f"Online({self.budget}, evict={self.evict.value!r})"
+        elsewhere = "" if self.store is None else f", store={self.store!r}"
+        return f"Online({self.budget}, evict={self.evict.value!r}{elsewhere})"
 
     def decide(self, value: Candidate) -> Decision:
         """Keep; the session evicts when the budget is full."""
@@ -250,6 +260,10 @@ class Online(Policy):
     def worth(self, value: Candidate) -> float:
         """Time per byte, or age."""
         return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
+
+    def evicted(self, value: Candidate) -> Store | None:
+        """The store, if there is one."""
+        return self.store
 
 
 @final
