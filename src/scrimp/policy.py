@@ -450,7 +450,7 @@ class FromFunction(Policy):
         answer = self.function(value)
         if not isinstance(answer, (Decision, Store)):
             raise PolicyError(
-                f"a policy must answer with policy.KEEP, policy.DROP or a store, {self.function!r} gave {answer!r}"
+                f"a policy must answer with policy.KEEP or policy.DROP, or with a store; {self.function!r} gave {answer!r}"
             )
         return answer
 
