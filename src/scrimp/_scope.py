@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
 from scrimp.policy import DROP, KEEP, Candidate, Policy
 from scrimp.store import Store
+
+if TYPE_CHECKING:
+    from scrimp._replay import Replay
 
 
 @dataclass(slots=True)
@@ -68,6 +73,8 @@ class Scope:
         value.store = answer if isinstance(answer, Store) else None
         if value.store is not None:
             value.timing = self.control.policy.timing(Candidate(value))
+            if value.tensor is not None:
+                self.outbox.add(value)
         value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
         value.move_to(self)
 
@@ -108,12 +115,12 @@ class Scope:
                     return True  # it leaves as soon as it is held
                 if value.secured or secure(value):
                     return False
-            gone = [one for one in chosen if one is not value and self._evict(one)]
+            gone = [one for one in chosen if one is not value and self._send_or_drop(one)]
             if not gone:
                 break  # of what is kept, nothing is left that could be had again
         return True
 
-    def _evict(self, value: Value) -> bool:
+    def _send_or_drop(self, value: Value) -> bool:
         """Send a kept value away, or drop it; tell whether it is gone."""
         if value.copy is None:
             value.store = self.control.policy.evicted(Candidate(value))
@@ -129,6 +136,10 @@ class Scope:
         if self.control.policy.budget is not None:
             self._unrated.append(value)
 
+    def room_for(self, replay: Replay) -> AbstractContextManager[None]:
+        """Have room for a replay that runs inside the block. There is nothing to do unless a device is watched."""
+        return nullcontext() if self.parent is None else self.parent.room_for(replay)
+
     def _excess(self, coming: Value) -> int:
         budget = self.control.policy.budget
         return 0 if budget is None else self.ledger.kept.bytes + coming.nbytes - budget
@@ -138,7 +149,7 @@ class Scope:
         worth = self.control.policy.worth(Candidate(value))
         heapq.heappush(self._evictable, (worth, self._rated, value))
 
-    def _choose(self, excess: int, coming: Value) -> list[Value]:
+    def _choose(self, excess: int, coming: Value | None) -> list[Value]:
         """Pick the least worthy values that together have at least ``excess`` bytes."""
         # Nothing is rated before a budget is full for the first time.
         for value in self._unrated:

@@ -107,7 +107,7 @@ def test_both_full(tmp_path: Path) -> None:
 
 def test_damage_is_recomputed(tmp_path: Path) -> None:
     """A file that is lost is computed again, from host memory if that is where its inputs are."""
-    tiers = Tiers(Host(4 * SIZE), Disk(tmp_path))
+    tiers = Tiers(Host(4 * SIZE), Disk(tmp_path, window=1))
     x = leaf()
     with scrimp.session(StoreAll(tiers)):
         loss = chain(x)
