@@ -1,6 +1,6 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
-from scrimp import adjoints, errors, jacobian, planning, policy, solvers
+from scrimp import adjoints, errors, jacobian, planning, policy, solvers, store
 from scrimp._checkpoint import checkpoint
 from scrimp._engine.backward import backward
 from scrimp._engine.observe import Cancellation, Observer, ProgressBar
@@ -51,5 +51,6 @@ __all__ = [
     "root",
     "session",
     "solvers",
+    "store",
     "trace",
 ]

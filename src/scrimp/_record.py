@@ -76,6 +76,7 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._depth == 1 and self._released:
             self._settle_released()
+            self.scope.outbox.send()
         self._depth -= 1
         self._lock.release()
 
@@ -114,8 +115,9 @@ class Recorder:
     def _drop_again(self, task: int) -> None:
         with self:
             for value in self._replayed.pop(task):
-                if value.tensor is not None and value.secured and not value.rooted:
+                if value.tensor is not None and (value.secured or value.copy is not None) and not value.rooted:
                     value.let_go()
+            self.scope.outbox.after_backward()
 
     # -- storages and their values ----------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Recorder:
         value = self._enter(tensor, None, 0)
         value.external = external
         if external:
+            self.scope.place_input(value, tensor)
             self._root(value, tensor)
         return value
 
@@ -183,13 +186,14 @@ class Recorder:
         """Forget every storage: nothing more will be recorded. What autograd saved lives on with its handles."""
         with self:
             self.settle_writes()
+            self.scope.outbox.flush()
             values = list(self._values.values())
             self._values.clear()
             for value in values:
                 storage = value.storage() if value.storage is not None else None
                 value.storage = weakref.ref(storage) if storage is not None else None  # one without a tie to us
                 value.rooted = False
-                if value.demand == 0 and value.tensor is not None:
+                if value.demand == 0 and (value.tensor is not None or value.copy is not None):
                     value.let_go()
 
     # -- operators --------------------------------------------------------------------------------------------------
@@ -214,9 +218,11 @@ class Recorder:
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._sequence += 1
-        if self._written:
+        outbox = self.scope.outbox
+        if outbox.waits(self._sequence) or self._written:
             with self:
                 self.settle_writes()
+                outbox.tick(self._sequence)
         if facts.writes:
             return self._compute_and_write(facts, args, kwargs)
         call = self._note(facts, args, kwargs, ())
@@ -248,7 +254,9 @@ class Recorder:
         values = self._values
         for index, tensor in enumerate(results):
             if plain(tensor) and tensor.untyped_storage()._cdata not in values:
-                self._enter(tensor, call, index)
+                value = self._enter(tensor, call, index)
+                if call is None:
+                    value.made_at = self._sequence
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that makes something."""
@@ -327,7 +335,7 @@ class Recorder:
         if around is not value.scope:
             value.decided = False  # an inner policy has decided, if at all, for its own region only
         around.decide(value)
-        if value.pinned and value.demand and value.tensor is None:
+        if value.pinned and value.demand and value.tensor is None and value.copy is None:
             value.hold_through(tensor)
 
     def _before_write(self, tensor: Tensor) -> bool:
@@ -335,15 +343,16 @@ class Recorder:
         value = self._values.get(tensor.untyped_storage()._cdata)
         if value is None:
             return True
+        self.scope.outbox.finish(value)
         value.overwritten = True
         value.rooted = False
-        if value.tensor is None:
-            if value.handles:
-                self._written.append(value)
-            return value.external
         if value.demand == 0:
             value.let_go()
-        elif value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
+        if value.tensor is None:
+            if value.handles and value.copy is None:
+                self._written.append(value)
+            return value.external
+        if value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
             value.stale = True
             _drop_if_stale(value)
         else:
@@ -369,6 +378,8 @@ class Recorder:
 
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
+        if call is None:
+            value.made_at = self._sequence
         if external:
             value.external = True
             self._root(value, tensor)

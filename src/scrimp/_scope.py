@@ -8,9 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from scrimp._outbox import Outbox
 from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
-from scrimp.policy import DROP, Candidate, Policy
+from scrimp.policy import DROP, KEEP, Candidate, Policy
+from scrimp.store import Store
 
 if TYPE_CHECKING:
     from scrimp._replay import Replay
@@ -30,12 +34,13 @@ class Control:
 class Scope:
     """One entry into a session. Scopes of sessions within sessions form a tree."""
 
-    __slots__ = ("_evictable", "_rated", "_unrated", "control", "ledger", "parent")
+    __slots__ = ("_evictable", "_rated", "_unrated", "control", "ledger", "outbox", "parent")
 
     def __init__(self, control: Control, parent: Scope | None) -> None:
         self.control = control
         self.ledger = control.ledger
         self.parent = parent
+        self.outbox: Outbox = parent.outbox if parent else Outbox()
         self._evictable: list[tuple[float, int, Value]] = []
         self._rated = 0
         self._unrated: list[Value] = []
@@ -57,17 +62,37 @@ class Scope:
     # -- deciding ---------------------------------------------------------------------------------------------------
 
     def decide(self, value: Value) -> None:
-        """Ask the policy about a value, once; ``value.pinned`` has the answer."""
+        """Ask the policy about a value, once; ``value.pinned`` and ``value.store`` have the answer."""
         if value.decided:
             return
         value.number = self.control.decided
         self.control.decided += 1
         value.decided = True
         candidate = Candidate(value)
-        value.pinned = not self.control.enabled or self.control.policy.decide(candidate) is not DROP
+        answer = self.control.policy.decide(candidate) if self.control.enabled else KEEP
+        value.pinned = answer is not DROP
+        value.store = answer if isinstance(answer, Store) else None
+        if value.store is not None:
+            value.timing = self.control.policy.timing(candidate)
+            if value.tensor is not None:
+                self.outbox.add(value)
         value.passes = 0 if value.pinned else self.control.policy.passes(candidate)
         if value.scope is not self:
             value.move_to(self)
+
+    def place_opaque(self, value: Value) -> None:
+        """Ask the policy where a value goes that autograd saves and nobody can replay."""
+        if self.control.enabled and not value.external and value.store is None and value.copy is None:
+            value.store = self.control.policy.opaque(Candidate(value))
+            if value.store is not None:
+                value.timing = self.control.policy.timing(Candidate(value))
+                self.outbox.add_unsure(value)
+
+    def place_input(self, value: Value, tensor: Tensor) -> None:
+        """Ask the policy where an activation goes that was made before the session; others hold anything else."""
+        base = tensor if tensor._base is None else tensor._base
+        if self.control.enabled and base.grad_fn is not None:
+            value.store = self.control.policy.inputs()
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 
@@ -86,12 +111,14 @@ class Scope:
         self._unrated.append(value)
         while (excess := self._excess(value)) > 0:
             chosen = self._choose(excess, value)
-            if value in chosen and (value.secured or secure(value)):
-                return False
-            evicted = [one for one in chosen if one is not value and (one.secured or secure(one))]
-            for one in evicted:
-                one.let_go(evicted=True)
-            if not evicted:
+            if value in chosen:
+                value.store = self.control.policy.evicted(Candidate(value))
+                if value.store is not None:
+                    return True  # it leaves as soon as it is held
+                if value.secured or secure(value):
+                    return False
+            gone = [one for one in chosen if one is not value and self._send_or_drop(one)]
+            if not gone:
                 break  # of what is kept, nothing is left that could be had again
         return True
 
@@ -99,6 +126,17 @@ class Scope:
         """Let go of the values that could be evicted, once autograd needs none of them any more."""
         self._unrated.clear()
         self._evictable.clear()
+
+    def _send_or_drop(self, value: Value) -> bool:
+        """Send a kept value away, or drop it; tell whether it is gone."""
+        if value.copy is None:
+            value.store = self.control.policy.evicted(Candidate(value))
+            if value.store is not None:
+                self.outbox.add(value)
+                self.outbox.finish(value)
+        if value.tensor is not None and (value.copy is not None or value.secured or secure(value)):
+            value.let_go(evicted=value.copy is None)
+        return value.tensor is None
 
     def offer(self, value: Value) -> None:
         """Add a value that is kept again, after a replay, to those that can be evicted."""

@@ -20,7 +20,7 @@ from scrimp._saved import Hooks
 from scrimp._scope import Control, Scope
 from scrimp._statistics import Statistics
 from scrimp.errors import PolicyError, SessionError
-from scrimp.policy import Candidate, Decision, KeepAll, Policy, as_policy
+from scrimp.policy import Answer, Candidate, KeepAll, Policy, as_policy
 
 
 class _Current(threading.local):
@@ -44,7 +44,7 @@ class Session:
         return self._control.policy
 
     @policy.setter
-    def policy(self, policy: Policy | Callable[[Candidate], Decision]) -> None:
+    def policy(self, policy: Policy | Callable[[Candidate], Answer]) -> None:
         new = as_policy(policy)
         if self._open and not self._recording and not isinstance(new, KeepAll):
             raise SessionError(
@@ -110,13 +110,13 @@ class Session:
 
 
 @overload
-def session(policy: Policy | Callable[[Candidate], Decision], *, verify: bool = ...) -> Session: ...
+def session(policy: Policy | Callable[[Candidate], Answer], *, verify: bool = ...) -> Session: ...
 @overload
 def session(
     policy: Budget | None = ..., *, activations: Budget | None = ..., device: torch.device | str | None = ...
 ) -> BudgetSession: ...
 def session(
-    policy: Policy | Callable[[Candidate], Decision] | Budget | None = None,
+    policy: Policy | Callable[[Candidate], Answer] | Budget | None = None,
     *,
     verify: bool = False,
     activations: Budget | None = None,

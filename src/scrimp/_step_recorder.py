@@ -23,7 +23,7 @@ from scrimp._saved import Handle, Hooks
 from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
-from scrimp._value import Call, Value
+from scrimp._value import Call, Ref, Value
 
 _SMALL = 512  # what takes no more than this part of the budget is held even though nobody may need it
 
@@ -78,12 +78,13 @@ class StepRecorder(Recorder):
         result, (op.start, op.end, op.transient) = self.limiter.timed(func, args, kwargs)
         return result
 
-    def _read(self, tensor: Tensor) -> Value:
-        value = super()._read(tensor)
+    def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
+        noted = super()._ref(tensor, inputs)
+        value = noted.value if isinstance(noted, Ref) else noted
         gone_for_good = value.call is None and value.tensor is None
         if gone_for_good and value.nbytes * _SMALL <= (self.limiter.budget or 0):
             self._root(value, tensor)  # little enough to hold for those who may have to be replayed from it
-        return value
+        return noted
 
     # -- values -----------------------------------------------------------------------------------------------------
 

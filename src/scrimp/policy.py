@@ -1,6 +1,6 @@
-"""Policies: they answer keep or drop for each value when autograd first saves it.
+"""Policies: they answer for each value when autograd first saves it: keep it, drop it, or the store where it is to go.
 
-A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`:
+A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`, or to a store:
 
 >>> import torch, scrimp
 >>> def keep_small(value: scrimp.policy.Candidate) -> scrimp.policy.Decision:
@@ -15,121 +15,40 @@ A policy is an instance of :class:`Policy` or any callable from :class:`Candidat
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
-import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from scrimp._cost import replay_seconds
-from scrimp._index import index
-from scrimp._plan import Drop, Plan
-from scrimp._simulate import fixed_values, sources
-from scrimp._trace import Trace
-from scrimp._value import Value
+from scrimp._planned import Planned
+from scrimp._policy import DROP, KEEP, Answer, Candidate, Decision, Policy
 from scrimp.errors import PolicyError
+from scrimp.store import Store
 
-
-class Decision(Enum):
-    """What becomes of a value."""
-
-    KEEP = "keep"
-    DROP = "drop"
-
-
-_LARGEST_BLOCK = 512  # bytes; sizes in a trace are rounded up to the blocks of the device's allocator
-
-KEEP = Decision.KEEP
-DROP = Decision.DROP
-
-
-class Candidate:
-    """What a policy is told of a value. It is good for the call that it is passed to; do not keep it."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Value) -> None:
-        self._value = value
-
-    @property
-    def index(self) -> int:
-        """How many values of this session were decided before it."""
-        return self._value.number
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which operator of the session made it, counted from 0, and which of that operator's results it is."""
-        assert self._value.call is not None
-        return self._value.call.sequence - 1, self._value.index
-
-    @property
-    def operator(self) -> OpOverload:
-        """The ATen operator that made it."""
-        assert self._value.call is not None
-        return self._value.call.operator.func
-
-    @property
-    def name(self) -> str:
-        """The operator's name, such as ``aten.mm.default``."""
-        return str(self.operator)
-
-    @property
-    def size(self) -> torch.Size:
-        """The shape that the operator gave it."""
-        return self._value.geometry.size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its elements."""
-        return self._value.geometry.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lives."""
-        return self._value.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its storage."""
-        return self._value.nbytes
-
-    @property
-    def cost(self) -> float:
-        """Seconds to have it back from what is kept now, estimated from shapes for a nominal machine."""
-        return replay_seconds(self._value)
-
-
-class Policy(abc.ABC):
-    """Decides about values."""
-
-    budget: int | None = None
-    """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
-
-    foresees: bool = False
-    """Whether it knows of a value when it is made what will become of it: :meth:`will_keep`, :meth:`will_need`."""
-
-    @abc.abstractmethod
-    def decide(self, value: Candidate) -> Decision:
-        """Answer for a value that autograd saves for the first time."""
-
-    def will_keep(self, place: tuple[int, int]) -> bool:
-        """Say whether a value that has just been made at a :attr:`Candidate.place` is going to be kept."""
-        return False
-
-    def will_need(self, place: tuple[int, int]) -> bool:
-        """Say whether replays are going to start from a value that nobody saves, and nobody can make again."""
-        return False
-
-    def passes(self, value: Candidate) -> int:
-        """Say how many replays may compute a dropped value and let it go again before one retains it."""
-        return 0
-
-    def worth(self, value: Candidate) -> float:
-        """Say how much a kept value is worth; over the budget, the least worthy is evicted first."""
-        return value.cost / max(value.nbytes, 1)
+__all__ = [
+    "DROP",
+    "KEEP",
+    "Answer",
+    "Candidate",
+    "Decision",
+    "EveryN",
+    "Evict",
+    "FromFunction",
+    "KeepAll",
+    "KeepNone",
+    "KeepOps",
+    "Online",
+    "Planned",
+    "Policy",
+    "Selective",
+    "StoreAll",
+    "StoreInputs",
+    "StoreLargerThan",
+    "StoreOps",
+    "as_policy",
+]
 
 
 @final
@@ -216,6 +135,10 @@ class Evict(Enum):
 class Online(Policy):
     """Keep everything until ``budget`` bytes are full, then evict as many values as it takes, and no more.
 
+    What is evicted goes to ``store`` if there is one and it has room, and is dropped otherwise. With a store of two
+    tiers, values are on the device, in host memory or on disk, under a limit of bytes each; what does not fit is
+    recomputed.
+
     >>> import torch, scrimp
     >>> x = torch.randn(256, 256, requires_grad=True)
     >>> with scrimp.session(policy=scrimp.policy.Online(600_000)) as session:
@@ -224,7 +147,7 @@ class Online(Policy):
     524288
     """
 
-    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST) -> None:
+    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST, store: Store | None = None) -> None:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
             raise PolicyError(f"Online needs a budget in bytes, 0 or more; has {budget!r}")
         try:
@@ -233,9 +156,11 @@ class Online(Policy):
             names = " or ".join(repr(order.value) for order in Evict)
             raise PolicyError(f"Online needs evict={names}, has {evict!r}") from None
         self.budget = budget
+        self.store = store
 
     def __repr__(self) -> str:
-        return f"Online({self.budget}, evict={self.evict.value!r})"
+        elsewhere = "" if self.store is None else f", store={self.store!r}"
+        return f"Online({self.budget}, evict={self.evict.value!r}{elsewhere})"
 
     def decide(self, value: Candidate) -> Decision:
         """Keep; the session evicts when the budget is full."""
@@ -245,69 +170,90 @@ class Online(Policy):
         """Time per byte, or age."""
         return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
 
-
-def _place(trace: Trace, value: int) -> tuple[int, int]:
-    made = trace.values[value]
-    assert made.op is not None, "what was there before the step has no place in it"
-    return made.op, made.output
-
-
-def _same_size(traced: int, nbytes: int) -> bool:
-    """Tell whether a traced size, rounded to an allocator's blocks, or 0 on a device without a budget, can be this."""
-    return not traced or 0 <= traced - nbytes < _LARGEST_BLOCK
+    def evicted(self, value: Candidate) -> Store | None:
+        """The store, if there is one."""
+        return self.store
 
 
 @final
-class Planned(Policy):
-    """Do what a plan says.
+@dataclass(frozen=True, slots=True)
+class StoreAll(Policy):
+    """Store everything that autograd saves."""
 
-    A value that the traced step did not have in the same place is kept, so that a step that departs from its plan stays
-    right; :attr:`departed` says that this happened.
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Store."""
+        return self.store
+
+    def opaque(self, value: Candidate) -> Store | None:
+        """Store."""
+        return self.store
+
+
+@final
+class StoreOps(Policy):
+    """Store the results of the given ATen operators and drop the rest.
+
+    >>> import torch, scrimp
+    >>> policy = scrimp.policy.StoreOps({torch.ops.aten.mm, torch.ops.aten.addmm}, scrimp.store.Host("8GiB"))
     """
 
-    foresees = True
-
-    def __init__(self, trace: Trace, plan: Plan) -> None:
-        if plan.fingerprint != trace.fingerprint():
-            raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
-        self._trace = trace
-        self._plan = plan
-        self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
-        facts = index(trace)
-        fixed = fixed_values(facts, plan.decisions)
-        self._kept = {_place(trace, value) for value in facts.decided if fixed[value]}
-        self._needed = {_place(trace, value) for value in sources(facts, fixed) if facts.saved_at[value] < 0}
-        self.departed = False
-        """Whether a step did something else than the traced one."""
+    def __init__(self, operators: Iterable[OpOverload | OpOverloadPacket], store: Store) -> None:
+        self.store = store
+        self._kept = KeepOps(operators)
 
     def __repr__(self) -> str:
-        return f"Planned({self._plan})"
+        return f"StoreOps({self._kept!r}, {self.store!r})"
 
-    def decide(self, value: Candidate) -> Decision:
-        """Look the value up in the plan."""
-        return DROP if isinstance(self._decision(value), Drop) else KEEP
+    def decide(self, value: Candidate) -> Answer:
+        """Look at the operator that made the value."""
+        return self.store if self._kept.decide(value) is KEEP else DROP
 
-    def will_keep(self, place: tuple[int, int]) -> bool:
-        """Look the place up in the plan."""
-        return place in self._kept
 
-    def will_need(self, place: tuple[int, int]) -> bool:
-        """Look the place up among those that replays start from."""
-        return place in self._needed
+@final
+@dataclass(frozen=True, slots=True)
+class StoreLargerThan(Policy):
+    """Store what takes more than ``nbytes``, and keep the rest."""
 
-    def passes(self, value: Candidate) -> int:
-        """Look the value up in the plan."""
-        decision = self._decision(value)
-        return decision.passes if isinstance(decision, Drop) else 0
+    nbytes: int
+    store: Store
 
-    def _decision(self, value: Candidate) -> object:
-        op, _ = value.place
-        number = self._ids.get(value.place)
-        same_op = number is not None and self._trace.ops[op].name == value.name
-        if number is not None and same_op and _same_size(self._trace.values[number].nbytes, value.nbytes):
-            return self._plan.decisions.get(number)
-        self.departed = True
-        return None
+    def decide(self, value: Candidate) -> Answer:
+        """Look at the size of the value's storage."""
+        return self.store if value.nbytes > self.nbytes else KEEP
+
+    def opaque(self, value: Candidate) -> Store | None:
+        """Look at the size of the value's storage."""
+        return self.store if value.nbytes > self.nbytes else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoreInputs(Policy):
+    """Drop everything inside, and store what it is replayed from: activations that were computed before.
+
+    This is for regions one after the other. What leads to a gradient and was made outside counts as an activation;
+    parameters, buffers and data do not, since others hold them anyway.
+
+    >>> import torch, scrimp
+    >>> host = scrimp.store.Host()
+    >>> x = torch.randn(64, 64, requires_grad=True)
+    >>> for layer in (torch.sin, torch.exp):
+    ...     x = scrimp.checkpoint(lambda x, layer=layer: layer(x * 2) * 3, x, policy=scrimp.policy.StoreInputs(host))
+    >>> host.statistics.held.count
+    1
+    """
+
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Drop."""
+        return DROP
+
+    def inputs(self) -> Store | None:
+        """Store."""
+        return self.store
 
 
 @final
@@ -315,19 +261,20 @@ class Planned(Policy):
 class FromFunction(Policy):
     """A plain callable as a policy."""
 
-    function: Callable[[Candidate], Decision]
+    function: Callable[[Candidate], Answer]
 
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Ask the function."""
         answer = self.function(value)
-        if not isinstance(answer, Decision):
+        if not isinstance(answer, (Decision, Store)):
             raise PolicyError(
-                f"a policy must answer with policy.KEEP or policy.DROP, {self.function!r} gave {answer!r}"
+                f"a policy must answer with policy.KEEP or policy.DROP, or with a store; {self.function!r} gave "
+                f"{answer!r}"
             )
         return answer
 
 
-def as_policy(policy: Policy | Callable[[Candidate], Decision]) -> Policy:
+def as_policy(policy: Policy | Callable[[Candidate], Answer]) -> Policy:
     """Return ``policy`` itself, or the policy that a plain callable stands for."""
     if isinstance(policy, Policy):
         return policy
