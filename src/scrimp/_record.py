@@ -80,6 +80,8 @@ class Recorder:
             value.handles -= 1
             if not value.handles and not value.external:
                 value.scope.ledger.made.leave(value.nbytes)
+            if value.passing and value.secured and not value.rooted:
+                value.let_go()
             value.settle()
             _drop_if_stale(value)
             release(value)
@@ -172,6 +174,7 @@ class Recorder:
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
+        number = self._sequence
         self._sequence += 1
         with self:
             try:
@@ -183,14 +186,19 @@ class Recorder:
         results = list(tensors_in(result))
         if call is not None and results and not facts.repeats_on(results[0].device):
             call = None
+        held = self.scope.control.policy.held
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
+            if held and (number, index) in held:
+                _hold_from_birth(value, tensor)
             if not facts.writes_uncounted:
                 value.version += 1  # autograd counts the write only after this operator has returned to it
             value.seen = max(value.seen, value.version)
         for index, tensor in enumerate(results):
             if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
-                self._enter(tensor, call, index)
+                value = self._enter(tensor, call, index)
+                if held and (number, index) in held:
+                    _hold_from_birth(value, tensor)
         return result
 
     def _note(
@@ -206,6 +214,12 @@ class Recorder:
         blank = () if not written or facts.reads_what_it_writes(args) else [t for t in written if covers_storage(t)]
         inputs: dict[Value, None] = {}
         noted_args = [self._noted(argument, blank, inputs) for argument in facts.with_snapshots(args)]
+        if facts.averages:
+            # A replay needs no running averages: where it can do without, they get no memory.
+            noted_args = [
+                None if isinstance(noted, Blank) and isinstance(argument.type, torch.OptionalType) else noted
+                for noted, argument in zip(noted_args, facts.func._schema.arguments, strict=False)
+            ]
         noted_kwargs = {name: self._noted(argument, blank, inputs) for name, argument in kwargs.items()}
         draw = None
         if facts.random:
@@ -271,6 +285,12 @@ class Recorder:
             alias = share(tensor)
             value.hold(alias, alias)
         return value
+
+
+def _hold_from_birth(value: Value, tensor: Tensor) -> None:
+    value.rooted = True
+    alias = share(tensor)
+    value.hold(alias, alias)
 
 
 def _drop_if_stale(value: Value) -> None:

@@ -126,7 +126,7 @@ class Hooks:
             if value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
-                if value.replayed and value.demand == 1:
+                if value.replayed and _is_for_one_use(value):
                     value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
                 tensor = _bring_back(value, packed.recorder)
@@ -168,6 +168,7 @@ def _bring_back(target: Value, recorder: Recorder) -> Tensor:
         value.hold(results[value], results[value])
         value.ready = ready
         value.replayed = True
+        value.passing = value.passes >= 0
         value.scope.offer(value)
     if keep:
         recorder.drop_again_after(task, keep)
@@ -186,13 +187,13 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         for value in replay.results()
         if value.tensor is None
         and not value.overwritten
-        and not (value is replay.target and value.demand == 1)
+        and not (value is replay.target and _is_for_one_use(value))
         and value.scope in around
         and (value.handles or (value.boundary and value.demand))
     ]
     for value in wanted:
         value.passes -= 1
-    wanted = [value for value in wanted if value.passes < 0 or (value is replay.target and value.handles > 1)]
+    wanted = [value for value in wanted if value.passes < 0 or value is replay.target]
     # Backward goes from the end to the beginning: of what does not all fit, the latest is needed first.
     wanted.sort(key=lambda value: (value is replay.target, value.call.sequence if value.call else 0), reverse=True)
     room = {scope: scope.room() for scope in around}
@@ -203,6 +204,14 @@ def _worth_keeping(replay: Replay) -> set[Value]:
             keep.add(value)
             room[value.scope] = None if left is None else left - value.nbytes
     return keep
+
+
+def _is_for_one_use(target: Value) -> bool:
+    """Tell whether only the caller needs it: then it goes sooner than its handle.
+
+    What the same call returned as well may be asked for next, and must not be computed together with a second copy.
+    """
+    return target.demand == 1 and target.call is not None and len(target.call.outputs) == 1
 
 
 def _mismatch(value: Value) -> str:

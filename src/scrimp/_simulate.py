@@ -20,7 +20,7 @@ from ._replay_cost import needed_ops, replay_cost
 from ._trace import Release, Run, Trace, Unpack
 from .errors import PlanError
 
-__all__ = ["Span", "Timeline", "check_decisions", "hold_ends", "simulate", "simulate_index"]
+__all__ = ["Span", "Timeline", "check_decisions", "hold_ends", "simulate", "simulate_index", "starts_unsaved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,17 @@ def fixed_values(facts: Index, decisions: Mapping[int, Decision]) -> list[bool]:
     return fixed
 
 
+def starts_unsaved(facts: Index, decisions: Mapping[int, Decision]) -> set[int]:
+    """The values that autograd does not save but a replay starts from, since nothing can bring them back."""
+    fixed = fixed_values(facts, decisions)
+    ends = hold_ends(facts, fixed)
+    return {
+        value
+        for value, owner in enumerate(facts.owner)
+        if owner >= 0 and fixed[value] and facts.saved_at[value] < 0 and ends[value] >= 0
+    }
+
+
 def simulate_index(facts: Index, decisions: Mapping[int, Decision]) -> Timeline:
     """:func:`simulate` for decisions that are known to be possible."""
     machine = _Machine(facts, decisions)
@@ -238,7 +249,7 @@ class _Machine:
                 assert isinstance(decision, Drop)
                 self.computed[value] = self.computed.get(value, 0) + 1
                 if self.computed[value] > decision.passes:
-                    until = self.facts.last_release[value]
+                    until = self.ends[value]
                 elif value == target:
                     until = next((at for at in self.facts.releases[value] if at > moment), self.facts.moments)
                 else:

@@ -121,6 +121,8 @@ class Value:
     """How many values of its session were decided before it."""
     passes = 0
     """How many replays may still compute it without retaining it."""
+    passing = False
+    """It was brought back for one use: it is let go again when the next of its handles dies."""
     pinned = False
     """The policy decided to keep it: it is held whenever it is demanded."""
     state = State.ABSENT
@@ -168,7 +170,7 @@ class Value:
     def let_go(self, evicted: bool = False) -> None:
         """Stop keeping the content alive."""
         self.tensor = self.witness = self.ready = None
-        self.replayed = False
+        self.replayed = self.passing = False
         self.settle(evicted)
 
     def settle(self, evicted: bool = False) -> None:

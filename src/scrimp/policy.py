@@ -16,7 +16,7 @@ A policy is an instance of :class:`Policy` or any callable from :class:`Candidat
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
@@ -25,7 +25,9 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from scrimp._cost import replay_seconds
+from scrimp._index import index
 from scrimp._plan import Drop, Plan
+from scrimp._simulate import starts_unsaved
 from scrimp._trace import Trace
 from scrimp._value import Value
 from scrimp.errors import PolicyError
@@ -103,6 +105,9 @@ class Policy(abc.ABC):
 
     budget: int | None = None
     """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
+    held: Container[tuple[int, int]] = ()
+    """Results (see :attr:`Candidate.place`) to hold as soon as they are made, saved or not: those that nobody could
+    bring back, where replays of dropped values start."""
 
     @abc.abstractmethod
     def decide(self, value: Candidate) -> Decision:
@@ -245,6 +250,11 @@ class Planned(Policy):
         self._trace = trace
         self._plan = plan
         self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
+        self.held = frozenset(
+            (owner, trace.values[value].output)
+            for value in starts_unsaved(index(trace), plan.decisions)
+            if (owner := trace.values[value].op) is not None
+        )
         self.departed = False
         """Whether a step did something else than the traced one."""
 
