@@ -72,6 +72,8 @@ class _TracingRecorder(Recorder):
         if call is not None:
             still_read = {self.ids[value] for value in call.inputs}
             reads = {value: None for value in reads if value in still_read}
+        # What it wrote over without reading it, as far as a replay goes, was gone before.
+        reads = {value: None for value in reads if draft.values[value].dies_after in (None, number)}
         draft.ops[number] = replace(draft.ops[number], reads=tuple(reads), seconds=seconds, replayable=call is not None)
         return result
 
