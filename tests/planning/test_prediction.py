@@ -19,16 +19,12 @@ from scrimp.testing import live_bytes
 QUICK = ("llama", "resnet50")
 MODEL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 SLACK = 1e-3  # of the true peak: how much too high a prediction may be
-# An equilibrium's backward walks its graph many times, each time in a backward pass of its own, after which what it
-# replayed goes. A trace knows of one backward pass only, so predictions are too high.
-SLACK_OF = {"deq": 0.1}
 
 
 class Judge:
     """A model's trace, and what its plain step leaves behind."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
         self.module, make_batch = MODELS[name](tiny=True)
         self.batch = make_batch()
         self.trace = self._alike(lambda: scrimp.trace(self.module, *self.batch))
@@ -71,7 +67,7 @@ class Judge:
     def assert_true(self, plan: Plan) -> None:
         """Raise unless the plan's peak is the measured one, or a touch above it."""
         predicted, measured = plan.peak - self.before, self.measure(plan)
-        assert measured <= predicted <= measured + SLACK_OF.get(self.name, SLACK) * self.plain_peak
+        assert measured <= predicted <= measured + SLACK * self.plain_peak
 
     def planned(self, decisions: Mapping[int, Decision]) -> Plan:
         """Decisions as a plan that says what is predicted of them."""
@@ -92,7 +88,9 @@ def test_plain_peak_is_the_measured_one(name: str) -> None:
     assert simulate(found.trace).peak - found.before == found.plain_peak
 
 
-@pytest.mark.parametrize("name", MODEL)
+# Not the equilibrium: its backward walks a graph many times, each time in a backward pass of its own, after which what
+# was replayed goes. A trace knows of one backward pass only.
+@pytest.mark.parametrize("name", [one for one in MODEL if "deq" not in getattr(one, "values", ())])
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
 def test_random_plans_have_their_predicted_peak(name: str, share: float) -> None:
     """Values dropped at random, for one use or for good: the peak is as predicted, and the gradients exact."""
