@@ -182,7 +182,7 @@ class Recorder:
             except _UnrepeatableError:
                 call = None
             external = [self._before_write(tensor) for tensor in written]
-        result = facts.func(*args, **kwargs)
+        result = self._execute(facts.func, args, kwargs)
         results = list(tensors_in(result))
         if call is not None and results and not facts.repeats_on(results[0].device):
             call = None
@@ -200,6 +200,10 @@ class Recorder:
                 if held and (number, index) in held:
                     _hold_from_birth(value, tensor)
         return result
+
+    def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that makes something."""
+        return func(*args, **kwargs)
 
     def _note(
         self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
