@@ -6,6 +6,7 @@ from scrimp._engine.backward import backward
 from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
 from scrimp._engine.profile import NodeRun, NodeTotal, Profile
+from scrimp._fake_trace import trace_on
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
 from scrimp._limit import BudgetSession, limit
 from scrimp._plan import Plan
@@ -53,4 +54,5 @@ __all__ = [
     "solvers",
     "store",
     "trace",
+    "trace_on",
 ]

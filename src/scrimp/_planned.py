@@ -11,7 +11,7 @@ from scrimp._plan import Decision as PlannedDecision
 from scrimp._plan import Drop, Plan
 from scrimp._plan import Store as PlannedStore
 from scrimp._policy import DROP, KEEP, Answer, Candidate, Policy
-from scrimp._simulate import fixed_values, sources
+from scrimp._simulate import fixed_values, starts_unsaved
 from scrimp._trace import Trace, Unpack
 from scrimp._value import Timing
 from scrimp.errors import PolicyError
@@ -64,7 +64,7 @@ class Planned(Policy):
         facts = index(trace)
         fixed = fixed_values(facts, plan.decisions)
         self._kept = {_place(trace, value) for value in facts.decided if fixed[value]}
-        self._needed = {_place(trace, value) for value in sources(facts, fixed) if facts.saved_at[value] < 0}
+        self._needed = {_place(trace, value) for value in starts_unsaved(facts, plan.decisions)}
         self.departed = False
         """Whether a step did something else than the traced one."""
 

@@ -95,12 +95,14 @@ class Recorder:
         while self._released:
             value = self._released.popleft()
             value.handles -= 1
+            if not value.handles and not value.external:
+                made = value.scope.ledger.made
+                made.leave(value.nbytes)
+                if not made.count:
+                    value.scope.forget_candidates()
+            if value.passing and value.secured and not value.rooted:
+                value.let_go()
             if not value.handles:
-                if not value.external:
-                    made = value.scope.ledger.made
-                    made.leave(value.nbytes)
-                    if not made.count:
-                        value.scope.forget_candidates()
                 value.settle()
                 _drop_if_stale(value)
             release(value)
@@ -280,6 +282,8 @@ class Recorder:
                 args = facts.with_snapshots(args)
             if blank:
                 noted_args = [self._noted_or_blank(argument, blank, inputs) for argument in args]
+                if facts.averages:
+                    noted_args = _without_averages(facts, noted_args)
                 noted_kwargs = {name: self._noted_or_blank(one, blank, inputs) for name, one in kwargs.items()}
             else:
                 noted_args = [
@@ -384,6 +388,14 @@ class Recorder:
             value.external = True
             self._root(value, tensor)
         return value
+
+
+def _without_averages(facts: Operator, noted_args: list[Any]) -> list[Any]:
+    """Leave out running averages, which a replay can do without, so that they get no memory in it."""
+    return [
+        None if isinstance(noted, Blank) and isinstance(argument.type, torch.OptionalType) else noted
+        for noted, argument in zip(noted_args, facts.func._schema.arguments, strict=False)
+    ]
 
 
 def _drop_if_stale(value: Value) -> None:

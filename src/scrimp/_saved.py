@@ -143,7 +143,7 @@ class Hooks:
             elif value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
-                if value.replayed and value.demand == 1:
+                if value.replayed and _is_for_one_use(value):
                     value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
                 there = fetched(value, recorder) if value.is_away else None
@@ -191,6 +191,7 @@ def _bring_back(target: Value, recorder: Recorder) -> Tensor:
         value.hold(results[value], results[value])
         value.ready = ready
         value.replayed = True
+        value.passing = value.passes >= 0
         value.scope.offer(value)
     if keep:
         recorder.drop_again_after(task, keep)
@@ -227,13 +228,13 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         if value.tensor is None
         and value.copy is None
         and not value.overwritten
-        and not (value is replay.target and value.demand == 1)
+        and not (value is replay.target and _is_for_one_use(value))
         and value.scope in around
         and (value.handles or (value.boundary and value.demand))
     ]
     for value in wanted:
         value.passes -= 1
-    wanted = [value for value in wanted if value.passes < 0 or (value is replay.target and value.handles > 1)]
+    wanted = [value for value in wanted if value.passes < 0 or value is replay.target]
     # Backward goes from the end to the beginning: of what does not all fit, the latest is needed first.
     wanted.sort(key=lambda value: (value is replay.target, value.call.sequence if value.call else 0), reverse=True)
     room = {scope: scope.room() for scope in around}
@@ -244,6 +245,14 @@ def _worth_keeping(replay: Replay) -> set[Value]:
             keep.add(value)
             room[value.scope] = None if left is None else left - value.nbytes
     return keep
+
+
+def _is_for_one_use(target: Value) -> bool:
+    """Tell whether only the caller needs it: then it goes sooner than its handle.
+
+    What the same call returned as well may be asked for next, and must not be computed together with a second copy.
+    """
+    return target.demand == 1 and target.call is not None and len(target.call.outputs) == 1
 
 
 def _mismatch(value: Value) -> str:

@@ -70,6 +70,8 @@ class StepRecorder(Recorder):
         if call is not None:
             still_read = {self.ids[value] for value in call.inputs}
             op.reads = tuple(value for value in reads if value in still_read)
+        else:  # what it wrote over is none of its inputs: that was gone before
+            op.reads = tuple(value for value in reads if draft.values[value].dies_after in (None, number))
         op.replayable = call is not None
         return result
 

@@ -143,6 +143,8 @@ class Value:
     """How many values of its session were decided before it."""
     passes = 0
     """How many replays may still compute it without retaining it."""
+    passing = False
+    """It was brought back for one use: it is let go again when the next of its handles dies."""
     pinned = False
     """The policy decided to keep it: it is held whenever it is demanded."""
     store: Store | None = None
@@ -230,7 +232,7 @@ class Value:
     def let_go(self, evicted: bool = False) -> None:
         """Stop keeping the content alive; a copy elsewhere is forgotten if nobody needs that either."""
         self.tensor = self.witness = self.ready = self.shown = None
-        self.replayed = False
+        self.replayed = self.passing = False
         if self.copy is not None:
             self.copy.on_device = False
             if not self.demand and not self.rooted:

@@ -64,6 +64,10 @@ class TraceError(ScrimpError):
     """A trace contradicts itself, or a file does not hold one."""
 
 
+class TraceWarning(UserWarning):
+    """A trace that was made without data had to guess at something."""
+
+
 class PlanError(ScrimpError):
     """A plan does not fit its trace, or a file does not hold one."""
 
