@@ -67,6 +67,7 @@ def _outcomes(checkout: Path, order: str, only: str | None) -> dict[str, str]:
             "no:cacheprovider",
             "-p",
             "no:xdist",
+            "--noconftest",
             "-c",
             os.devnull,
             "--rootdir",

@@ -26,16 +26,34 @@ def run_on_streams(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ..
         side.wait_stream(outer)
         for value in tensors:
             # Backward may free an input on the host while the side stream has yet to read it.
-            value.record_stream(side)
+            _in_use(value, side)
+    current = torch.cuda.current_device()
     try:
         results = []
         for index, branch in enumerate(branches):
-            with torch.cuda.stream(sides[index % len(sides)]):
+            # Entering a stream makes its device the current one; branches shall find the caller's.
+            with torch.cuda.stream(sides[index % len(sides)]), torch.cuda.device(current):
                 results.append(branch(*inputs))
     finally:
         for side in sides:
             outer.wait_stream(side)
     for value in tree_leaves(results):
         if isinstance(value, Tensor) and value.is_cuda:
-            value.record_stream(outer)
+            _in_use(value, outer)
     return results
+
+
+def _in_use(value: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep the allocator from reusing the memory of ``value`` before ``stream`` is done with it."""
+    for part in _dense_parts(value):
+        part.record_stream(stream)
+
+
+def _dense_parts(value: Tensor) -> tuple[Tensor, ...]:
+    if value.layout is torch.sparse_coo:
+        return value._indices(), value._values()
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return value.crow_indices(), value.col_indices(), value.values()
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return value.ccol_indices(), value.row_indices(), value.values()
+    return (value,)
