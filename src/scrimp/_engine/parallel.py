@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from scrimp._engine.cost import Memory, Trial, shape_key
 from scrimp._engine.fork_join import Branch, Gated, gated, join, trace_branch
-from scrimp._engine.streams import run_on_streams
+from scrimp._engine.streams import AUTO_STREAMS, run_on_streams
 from scrimp._engine.workers import Workers, can_be_threaded, crew_of, intra_op_threads, run_tasks
 from scrimp.errors import BranchError, StackableBranchesWarning
 
@@ -42,7 +42,7 @@ def parallel(
     Args:
         branches: Functions of ``inputs``, for instance modules; each returns a tensor or a nest of tensors.
         inputs: Tensors, or nests of these, or anything else.
-        workers: How many threads, or streams. ``"auto"``: one after the other at first, in threads where
+        workers: How many threads, or streams. ``"auto"``: four streams; threads: one after the other at first, in threads where
             the measured times promise a gain, and then whichever was faster. The choice does not change
             the result.
         threads_per_worker: How many threads an operator may use; as many as now, if not given.
@@ -67,7 +67,7 @@ def parallel(
         tensor([4., 6.])
     """
     if any(isinstance(value, Tensor) and value.is_cuda for value in tree_flatten(inputs)[0]):
-        return run_on_streams(branches, inputs, len(branches) if workers == "auto" else workers)
+        return run_on_streams(branches, inputs, AUTO_STREAMS if workers == "auto" else crew_of(workers, 1))
     threads = threads_per_worker or torch.get_num_threads()
     crew = crew_of(workers, threads)
     if min(crew, len(branches)) < 2 or not can_be_threaded():
