@@ -42,9 +42,9 @@ def parallel(
     Args:
         branches: Functions of ``inputs``, for instance modules; each returns a tensor or a nest of tensors.
         inputs: Tensors, or nests of these, or anything else.
-        workers: How many threads, or streams. ``"auto"``: four streams; threads: one after the other at first, in threads where
-            the measured times promise a gain, and then whichever was faster. The choice does not change
-            the result.
+        workers: How many threads, or streams. ``"auto"``: four streams; on the CPU one after the other at first,
+            in threads where the measured times promise a gain, and then whichever was faster. Branches that
+            draw random numbers stay serial. The choice does not change the result.
         threads_per_worker: How many threads an operator may use; as many as now, if not given.
             ``workers`` times this should not exceed the number of cores.
 
