@@ -22,11 +22,12 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from scrimp._engine.cost import Contest, Memory, predicted_seconds, promises_gain
-from scrimp._engine.graph import Graph, Root, node_of, record_graph
+from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph
 from scrimp._engine.observe import Gradients, Observer, Watch
 from scrimp._engine.order import imposed
 from scrimp._engine.split import Crossing, Part, Shape, Split, splits
 from scrimp._engine.workers import Workers, can_be_threaded, crew_of, run_tasks
+from scrimp.errors import BackwardError
 
 # Runs a pass: from these roots, with these gradients.
 Pass: TypeAlias = Callable[[Sequence[Root], Sequence[Tensor | None]], None]
@@ -52,29 +53,32 @@ def run_pass(run: Pass, roots: Sequence[Root], gradients: Sequence[Tensor | None
         return
     graph = record_graph(roots)
     shape = _shape_of(graph)
-    if shape is None or shape != known.shape:
+    split = known.split_for(shape)
+    if split is None:
         known.learn(shape, graph, partial(run, roots, gradients), None if workers != "auto" else crew)
-    elif known.split is not None:
-        with known.contest.timed(threaded=True):
-            _Parts(list(graph), run).run_all(known.split, partial(run, roots, gradients), crew, threads)
+        return
+    with known.contest.timed(threaded=True):
+        _Parts(list(graph), run).run_all(split, partial(run, roots, gradients), crew, threads)
 
 
 class _Known:
     """What earlier passes over graphs of one look have taught."""
 
     def __init__(self) -> None:
-        self.shape: Shape | None = None
-        self.split: Split | None = None
         self.contest = Contest()
+        self._cut: tuple[Shape, Split] | None = None
         self._always = False
         self._learned = 0
 
     @property
     def wants_to_know(self) -> bool:
         """Whether the next pass has to look at its graph: to learn from it, or to run it in threads."""
-        if not self._learned:
-            return True
-        return self.split is not None and (self._always or self.contest.threaded)
+        return not self._learned or (self._cut is not None and (self._always or self.contest.threaded))
+
+    def split_for(self, shape: Shape | None) -> Split | None:
+        """The cut for graphs of this shape, if it is known."""
+        cut = self._cut  # read once: other threads may learn meanwhile
+        return cut[1] if cut is not None and cut[0] == shape else None
 
     def learn(self, shape: Shape | None, graph: Graph, run: Callable[[], None], crew: int | None) -> None:
         """Run the pass as it is and measure its nodes; decide how graphs of this shape shall be run.
@@ -85,16 +89,18 @@ class _Known:
             run: Runs the pass.
             crew: How many threads there are for a cut that pays; ``None`` to cut whether it pays or not.
         """
+        split = None
+        if shape is None or self._learned >= _MOST_SHAPES:
+            run()
+        else:
+            clock = _Clock()
+            with Watch(list(graph), [clock]):
+                run()
+            if not (clock.saw_python or clock.saw_nothing):
+                split = _best(list(splits(shape)), [clock.seconds.get(node, 0.0) for node in graph], crew)
         self._learned += 1
-        self.shape, self.split, self.contest, self._always = shape, None, Contest(), crew is None
-        if shape is None or self._learned > _MOST_SHAPES:
-            run()
-            return
-        clock = _Clock()
-        with Watch(list(graph), [clock]):
-            run()
-        if not (clock.saw_python or clock.saw_nothing):
-            self.split = _best(list(splits(shape)), [clock.seconds.get(node, 0.0) for node in graph], crew)
+        self.contest, self._always = Contest(), crew is None
+        self._cut = None if shape is None or split is None else (shape, split)
 
 
 _memory: Memory[_Known] = Memory(_Known)
@@ -119,6 +125,7 @@ def _possible(roots: Sequence[Root]) -> bool:
         and torch._C._current_graph_task_id() == -1
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         and sys.getprofile() is None
+        and bool(roots)
         and all(node_of(root) is not None for root in roots)
     )
 
@@ -239,10 +246,11 @@ class _Parts:
     def _run_part(self, part: Part) -> None:
         edges, gradients = [], []
         for crossing in part.incoming:
-            gradient = self._made.pop((crossing.source, crossing.index), None)
-            if gradient is not None:
-                edges.append(GradientEdge(self._nodes[crossing.target], crossing.slot))
-                gradients.append(gradient)
+            gradient = self._made.pop((crossing.source, crossing.index))
+            if gradient is None:
+                raise _without_gradient(self._nodes[crossing.source])
+            edges.append(GradientEdge(self._nodes[crossing.target], crossing.slot))
+            gradients.append(gradient)
         if edges:
             self._run(edges, gradients)
 
@@ -278,3 +286,10 @@ def _until_done(run: Callable[[], None]) -> None:
     except _PartDone:
         # The engine's queue, which is this thread's, still holds what comes after. The next pass empties it.
         torch.autograd.backward(torch.ones((), requires_grad=True))
+
+
+def _without_gradient(node: Node) -> BackwardError:
+    return BackwardError(
+        f"branches in threads need every gradient that {describe(node)} made in earlier passes over such a graph, and "
+        "now it made none: a hook must have taken it. Next: run this pass without workers."
+    )
