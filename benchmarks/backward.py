@@ -1,6 +1,6 @@
 """Measure ``scrimp.backward`` and ``scrimp.parallel`` against PyTorch.
 
-    python benchmarks/backward.py [nodes] [models] [memory] [parallel] [--cuda]
+    python benchmarks/backward.py [nodes] [models] [memory] [workers] [parallel] [--cuda]
 
 Every comparison is interleaved (A B A B ...) in one process and reported as the ratio of medians; single
 times are the medians themselves. Threads inside operators: one, unless a line says otherwise.
@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import scrimp
-from branches import Claim, on_the_cpu, on_the_gpu
+from branches import Claim, on_the_cpu, on_the_gpu, plain_graphs
 from scrimp.testing import live_bytes
 
 Step = Callable[[], Tensor]
@@ -179,6 +179,7 @@ PARTS: dict[str, Callable[[Console], list[Claim]]] = {
     "nodes": nodes,
     "models": models,
     "memory": memory,
+    "workers": lambda console: plain_graphs(console, model_steps()),
     "parallel": on_the_cpu,
     "cuda": on_the_gpu,
 }
@@ -199,7 +200,7 @@ def main() -> None:
     claims: list[Claim] = []
     for name in arguments.parts or [part for part in PARTS if part != "cuda" or arguments.cuda]:
         start = time.perf_counter()
-        torch.set_num_threads(cores if name == "parallel" else 1)
+        torch.set_num_threads(cores if name in ("workers", "parallel") else 1)
         claims += PARTS[name](console)
         console.print(f"{name}: {time.perf_counter() - start:.0f} s")
     closing(console, claims)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import scrimp
 
+Workers = int | str
+
 Run = Callable[[Sequence[nn.Module], Tensor], list[Tensor]]
 
 
@@ -94,7 +96,7 @@ def _forced(workers: int, threads: int) -> Run:
 def on_the_cpu(console: Console) -> list[Claim]:
     """Forward and backward through ``parallel``, against the plain line at its best number of threads."""
     cores = torch.get_num_threads()
-    counts = [count for count in (1, 2, 4, 8, 16) if count <= cores and (count != 2 or cores < 8)]
+    counts = _thread_counts(cores)
     grid = [(cores // threads, threads) for threads in counts if cores // threads > 1]
     table = Table(
         "branches", *[f"plain, {count} thr., ms" for count in counts], *[f"{w} × {t}" for w, t in grid],
@@ -127,6 +129,54 @@ def on_the_cpu(console: Console) -> list[Claim]:
     for name, ratio in medium:
         claims.append(Claim(f"parallel, {name}", "≥ 1.5 on 16 cores", f"{ratio:.2f}", ratio >= 1.5 or cores < 16))
     return claims
+
+
+def plain_graphs(console: Console, models: dict[str, Callable[[], Tensor]]) -> list[Claim]:
+    """``backward(workers=...)`` over graphs that nobody marked, against PyTorch at its best number of threads."""
+    cores = torch.get_num_threads()
+    counts = _thread_counts(cores)
+    grid = [(cores // threads, threads) for threads in counts if cores // threads > 1]
+    steps: dict[str, tuple[Callable[[], Tensor], int]] = {
+        name: (lambda of=branches: sum(m(of.data).square().mean() for m in of.modules), branches.rounds)
+        for name, branches in branch_sets(cores < 8).items()
+    }
+    steps |= {name: (step, 9) for name, step in models.items()}
+    table = Table("step", *[f"plain, {count} thr., ms" for count in counts], *[f"{w} × {t}" for w, t in grid],
+                  "auto, best", "auto, worst", title="backward(workers=...) alone: columns as above")  # fmt: skip
+    worst = least = 2.0
+    for name, (step, rounds) in steps.items():
+        ways = {f"plain {count}": partial(_pass, step, None, count) for count in counts}
+        ways |= {f"{w} × {t}": partial(_pass, step, w, t) for w, t in grid}
+        ways |= {f"auto {count}": partial(_pass, step, "auto", count) for count in counts}
+        for count in counts:
+            for _ in range(6):
+                _pass(step, "auto", count)
+        found = medians(ways, rounds)
+        best = min(found[f"plain {count}"] for count in counts)
+        auto = best / min(found[f"auto {count}"] for count in counts)
+        own = min(found[f"plain {count}"] / found[f"auto {count}"] for count in counts)
+        worst, least = min(worst, auto), min(least, own)
+        plain = [f"{found[f'plain {count}'] * 1e3:.2f}" for count in counts]
+        forced = [f"{best / found[f'{w} × {t}']:.2f}" for w, t in grid]
+        table.add_row(name, *plain, *forced, f"{auto:.2f}", f"{own:.2f}")
+    torch.set_num_threads(cores)
+    console.print(table)
+    return [
+        Claim('backward(workers="auto"), worst over best plain', "≥ 0.97", f"{worst:.2f}", worst >= 0.97),
+        Claim('backward(workers="auto"), worst at any thread count', "≥ 0.97", f"{least:.2f}", least >= 0.97),
+    ]
+
+
+def _thread_counts(cores: int) -> list[int]:
+    return [count for count in (1, 2, 4, 8, 16) if count <= cores and (count != 2 or cores < 8)]
+
+
+def _pass(step: Callable[[], Tensor], workers: Workers | None, threads: int) -> float:
+    torch.set_num_threads(threads)
+    loss = step()
+    start = time.perf_counter()
+    scrimp.backward(loss, workers=workers)
+    return time.perf_counter() - start
 
 
 def _gpu_sets() -> dict[str, Branches]:
