@@ -33,7 +33,7 @@ from scrimp.errors import BackwardError
 Pass: TypeAlias = Callable[[Sequence[Root], Sequence[Tensor | None]], None]
 
 _GLANCE = 6
-# Beginning and ending a pass, by benchmarks/backward.py on a 2-core x86-64 CPU.
+# Beginning and ending a pass of PyTorch's engine: about this, on a 2-core x86-64 CPU.
 _SECONDS_PER_PART = 100e-6
 # Graphs that look alike at a glance and differ further down are learned anew, so often.
 _MOST_SHAPES = 4
