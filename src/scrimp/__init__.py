@@ -7,6 +7,7 @@ from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
 from scrimp._engine.profile import NodeRun, NodeTotal, Profile
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
+from scrimp._limit import BudgetSession, limit
 from scrimp._plan import Plan
 from scrimp._session import Session, session
 from scrimp._solve import frontier, plan
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BudgetSession",
     "Cancellation",
     "NodeRun",
     "NodeTotal",
@@ -41,6 +43,7 @@ __all__ = [
     "frontier",
     "implicit",
     "jacobian",
+    "limit",
     "parallel",
     "plan",
     "planning",

@@ -155,8 +155,9 @@ def _keep_for_good(value: Value, tensor: Tensor) -> None:
 def _bring_back(target: Value, recorder: Recorder) -> Tensor:
     replay = Replay(target)
     task = torch._C._current_graph_task_id()
-    keep = _worth_keeping(replay) if task != -1 else set()
-    results, seconds = replay.timed(keep)
+    with target.scope.room_for(replay):
+        keep = _worth_keeping(replay) if task != -1 else set()
+        results, seconds = replay.timed(keep)
     ledger = target.scope.ledger
     ledger.replayed_operators += len(replay.calls)
     ledger.replayed_seconds += seconds

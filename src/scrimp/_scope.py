@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
 from scrimp.policy import DROP, Candidate, Policy
+
+if TYPE_CHECKING:
+    from scrimp._replay import Replay
 
 
 @dataclass(slots=True)
@@ -93,6 +98,10 @@ class Scope:
         if self.control.policy.budget is not None:
             self._unrated.append(value)
 
+    def room_for(self, replay: Replay) -> AbstractContextManager[None]:
+        """Have room for a replay that runs inside the block. There is nothing to do unless a device is watched."""
+        return nullcontext() if self.parent is None else self.parent.room_for(replay)
+
     def _excess(self, coming: Value) -> int:
         budget = self.control.policy.budget
         return 0 if budget is None else self.ledger.kept.bytes + coming.nbytes - budget
@@ -102,7 +111,7 @@ class Scope:
         worth = self.control.policy.worth(Candidate(value))
         heapq.heappush(self._evictable, (worth, self._rated, value))
 
-    def _choose(self, excess: int, coming: Value) -> list[Value]:
+    def _choose(self, excess: int, coming: Value | None) -> list[Value]:
         """Pick the least worthy values that together have at least ``excess`` bytes."""
         # Nothing is rated before a budget is full for the first time.
         for value in self._unrated:

@@ -25,7 +25,9 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from scrimp._cost import replay_seconds
+from scrimp._index import index
 from scrimp._plan import Drop, Plan
+from scrimp._simulate import fixed_values, sources
 from scrimp._trace import Trace
 from scrimp._value import Value
 from scrimp.errors import PolicyError
@@ -104,9 +106,20 @@ class Policy(abc.ABC):
     budget: int | None = None
     """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
 
+    foresees: bool = False
+    """Whether it knows of a value when it is made what will become of it: :meth:`will_keep`, :meth:`will_need`."""
+
     @abc.abstractmethod
     def decide(self, value: Candidate) -> Decision:
         """Answer for a value that autograd saves for the first time."""
+
+    def will_keep(self, place: tuple[int, int]) -> bool:
+        """Say whether a value that has just been made at a :attr:`Candidate.place` is going to be kept."""
+        return False
+
+    def will_need(self, place: tuple[int, int]) -> bool:
+        """Say whether replays are going to start from a value that nobody saves, and nobody can make again."""
+        return False
 
     def passes(self, value: Candidate) -> int:
         """Say how many replays may compute a dropped value and let it go again before one retains it."""
@@ -231,6 +244,12 @@ class Online(Policy):
         return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
 
 
+def _place(trace: Trace, value: int) -> tuple[int, int]:
+    made = trace.values[value]
+    assert made.op is not None, "what was there before the step has no place in it"
+    return made.op, made.output
+
+
 @final
 class Planned(Policy):
     """Do what a plan says.
@@ -239,12 +258,18 @@ class Planned(Policy):
     right; :attr:`departed` says that this happened.
     """
 
+    foresees = True
+
     def __init__(self, trace: Trace, plan: Plan) -> None:
         if plan.fingerprint != trace.fingerprint():
             raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
         self._trace = trace
         self._plan = plan
         self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
+        facts = index(trace)
+        fixed = fixed_values(facts, plan.decisions)
+        self._kept = {_place(trace, value) for value in facts.decided if fixed[value]}
+        self._needed = {_place(trace, value) for value in sources(facts, fixed) if facts.saved_at[value] < 0}
         self.departed = False
         """Whether a step did something else than the traced one."""
 
@@ -254,6 +279,14 @@ class Planned(Policy):
     def decide(self, value: Candidate) -> Decision:
         """Look the value up in the plan."""
         return DROP if isinstance(self._decision(value), Drop) else KEEP
+
+    def will_keep(self, place: tuple[int, int]) -> bool:
+        """Look the place up in the plan."""
+        return place in self._kept
+
+    def will_need(self, place: tuple[int, int]) -> bool:
+        """Look the place up among those that replays start from."""
+        return place in self._needed
 
     def passes(self, value: Candidate) -> int:
         """Look the value up in the plan."""
