@@ -141,7 +141,7 @@ def test_assert_same_gradients_fails_on_other_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.slow)], ids=["40", "1000"]
+    "seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.slow)], ids=["20", "1000"]
 )
 def test_gradients_are_bit_identical(seeds: range, cuts: list[Split]) -> None:
     """Over three steps, the last two in threads where there are branches, and with whatever hooks the last has."""
@@ -159,7 +159,7 @@ def test_gradients_are_bit_identical(seeds: range, cuts: list[Split]) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.slow)], ids=["40", "1000"]
+    "seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.slow)], ids=["20", "1000"]
 )
 def test_a_fault_surfaces_once_and_leaves_nothing(seeds: range, cuts: list[Split]) -> None:
     """Errors injected into nodes of all parts end the pass; no thread and no hook of ours stays."""

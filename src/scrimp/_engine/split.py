@@ -142,7 +142,8 @@ def _take(shape: Shape, node: int, head: set[int], border: list[int], arrived: d
 
 def _cut(shape: Shape, head: set[int]) -> Split | None:
     part_of = _colored(shape, head)
-    if not (_leaves_belong(shape, part_of) and _adds_up_alike(shape, part_of)):
+    branches_begun = len({part for part in part_of if part >= 0})
+    if branches_begun < 2 or not (_leaves_belong(shape, part_of) and _adds_up_alike(shape, part_of)):
         return None
     nodes: dict[int, list[int]] = {HEAD: []}
     into: dict[int, list[Crossing]] = {}
