@@ -287,6 +287,30 @@ def test_a_pass_that_python_takes_part_in_stays_in_one_piece(cuts: list[Split]) 
 
 
 @pytest.mark.parametrize(
+    "hooks",
+    [
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+        lambda: scrimp.session(policy=scrimp.policy.KeepNone()),
+    ],
+    ids=["save_on_cpu", "identity", "session"],
+)
+def test_saved_tensors_are_unpacked_by_one_thread(hooks: Any, cuts: list[Split]) -> None:
+    """Also where graphs of the same shape, without such hooks, have been run in threads."""
+    modules, loss = branches()
+    for _ in range(2):
+        scrimp.backward(loss(), workers=2)
+    assert len(cuts) == 1
+    modules.zero_grad()
+    with hooks():
+        packed = loss()
+    scrimp.backward(packed, workers=2)
+    assert len(cuts) == 1
+    expected = torch.autograd.grad(loss(), list(modules.parameters()))
+    assert_same_gradients([parameter.grad for parameter in modules.parameters()], list(expected))
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"order": "depth-first"},

@@ -27,14 +27,14 @@ def run_on_streams(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ..
     """Run each branch on one of ``streams`` side streams of the device that the first CUDA input is on."""
     tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.is_cuda]
     device = tensors[0].device
-    if streams < 2 or len(branches) < 2 or torch.cuda.is_current_stream_capturing():
+    if min(streams, len(branches)) < 2 or not _can_have_streams():
         return [branch(*inputs) for branch in branches]
     outer = torch.cuda.current_stream(device)
     count = min(streams, len(branches))
     sides = [_side_stream(device, number) for number in range(count)]
     for side in sides:
         side.wait_stream(outer)
-        for value in tensors:
+        for value in (tensor for tensor in tensors if tensor.device == device):
             # Backward may free an input on the host while the side stream has yet to read it.
             _in_use(value, side)
     current = torch.cuda.current_device()
@@ -48,9 +48,18 @@ def run_on_streams(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ..
         for side in sides:
             outer.wait_stream(side)
     for value in tree_leaves(results):
-        if isinstance(value, Tensor) and value.is_cuda:
+        if isinstance(value, Tensor) and value.device == device:
             _in_use(value, outer)
     return results
+
+
+def _can_have_streams() -> bool:
+    """Whether nothing is in force that records or transforms operators without their streams."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _in_use(value: Tensor, stream: torch.cuda.Stream) -> None:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scrimp._engine.cost import Contest, Memory, predicted_seconds, promises_gain
 from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph
+from scrimp._engine.numbered import shape_of
 from scrimp._engine.observe import Gradients, Observer, Watch
 from scrimp._engine.order import imposed
 from scrimp._engine.split import Crossing, Part, Shape, Split, splits
@@ -52,7 +53,7 @@ def run_pass(run: Pass, roots: Sequence[Root], gradients: Sequence[Tensor | None
             run(roots, gradients)
         return
     graph = record_graph(roots)
-    shape = _shape_of(graph)
+    shape = shape_of(graph)
     split = known.split_for(shape)
     if split is None:
         known.learn(shape, graph, partial(run, roots, gradients), None if workers != "auto" else crew)
@@ -142,34 +143,6 @@ def _glance(roots: Sequence[Root]) -> Hashable:
             following = [after for after, _ in node.next_functions if after is not None]
             node = following[end] if following else None
     return tuple(seen)
-
-
-def _shape_of(graph: Graph) -> Shape | None:
-    """The graph by numbers; ``None`` where it must not be cut."""
-    number = {node: index for index, node in enumerate(graph)}
-    numbers = [node._sequence_nr() for node in number]
-    leaves = dict(graph.leaves)
-    ends = sum(not edges for edges in graph.edges.values())
-    inner = [nr for nr, edges in zip(numbers, graph.edges.values(), strict=True) if edges]
-    if ends != len(leaves) or len(set(inner)) != len(inner) or not _all_on_the_cpu(graph):
-        return None
-    light = {kind: not any(name.startswith("_raw_saved") for name in dir(kind)) for kind in {type(n) for n in number}}
-    edges = tuple(
-        tuple((index, number[after], slot) for index, (after, slot) in enumerate(node.next_functions) if after)
-        for node in number
-    )
-    return Shape(
-        edges=edges,
-        ranked=tuple(sorted(range(len(numbers)), key=numbers.__getitem__)),
-        roots=tuple(number[root] for root in graph.roots),
-        light=frozenset(index for node, index in number.items() if light[type(node)] and edges[index]),
-    )
-
-
-def _all_on_the_cpu(graph: Graph) -> bool:
-    if not torch.accelerator.is_available():
-        return True
-    return all(meta.device.type == "cpu" for node in graph for meta in node._input_metadata)
 
 
 class _Clock(Observer):
