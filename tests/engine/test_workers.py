@@ -247,7 +247,13 @@ def test_the_graph_dies_with_the_loss(cuts: list[Split]) -> None:
     class Marker:
         pass
 
-    _, loss = branches()
+    modules, _ = branches()
+    trunk = nn.Linear(8, 8)
+
+    def loss() -> Tensor:
+        x = trunk(torch.ones(4, 8)).tanh()
+        return sum(module(x).sum() for module in modules)
+
     scrimp.backward(loss(), workers=2)
     ours = loss()
     dead = []
@@ -260,6 +266,27 @@ def test_the_graph_dies_with_the_loss(cuts: list[Split]) -> None:
     gc.collect()
     assert len(cuts) == 1
     assert [reference() for reference in dead] == [None] * len(dead)
+
+
+def test_an_ended_pass_leaves_nothing_in_the_queue() -> None:
+    """What was ready when a hook ended the pass is not kept alive by the engine's queue, in a thread that may end."""
+
+    class Marker:
+        pass
+
+    def done(made: Any, received: Any) -> None:
+        raise threaded._PartDone
+
+    first, second = torch.ones(3, requires_grad=True).sin(), torch.ones(3, requires_grad=True).cos()
+    loss = first.sum() + second.sum()
+    assert first.grad_fn is not None
+    first.grad_fn.metadata["marker"] = marker = Marker()
+    dead = weakref.ref(marker)
+    loss.grad_fn.next_functions[1][0].register_hook(done)
+    threaded._until_done(loss.backward)
+    del first, second, loss, marker
+    gc.collect()
+    assert dead() is None
 
 
 def multi_grad(loss: Callable[[], Tensor], modules: nn.ModuleList, calls: list[int]) -> Tensor:

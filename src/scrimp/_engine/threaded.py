@@ -257,7 +257,8 @@ def _until_done(run: Callable[[], None]) -> None:
     try:
         run()
     except _PartDone:
-        # The engine's queue, which is this thread's, still holds what comes after. The next pass empties it.
+        # The engine's queue, which is this thread's, still holds what comes after, and a thread should not end with
+        # nodes to destroy. The next pass empties it.
         torch.autograd.backward(torch.ones((), requires_grad=True))
 
 
