@@ -12,7 +12,7 @@ from .equation import Equation, Linearisation, no_autocast
 from .gmres import LinearSolution
 from .report import OnFail, report_gradient
 from .results import BackwardInfo, WarmStart
-from .tolerance import START_SHARE, euclidean
+from .tolerance import START_SHARE, euclidean, power_of_two
 
 # An estimated gradient error of so many times the tolerance is expected of a well-posed problem ...
 EXPECTED = 300.0
@@ -58,11 +58,16 @@ class AdjointSolve:
             start = self.warm.adjoint_start(rhs) if self.warm is not None and transposed else None
             sound = rhs.isfinite().all(1)
             clean = rhs if bool(sound.all()) else torch.where(sound.unsqueeze(1), rhs, 0)
+            # Squares of tiny or huge gradients would vanish or overflow; the system is linear, so it can be scaled.
+            unit = power_of_two(clean) if clean.shape[1] else 1.0
+            start = None if start is None else start / unit
+            clean = clean / unit
             found = self.adjoint.solver_for(rhs).solve(lambda v: -product(v), clean, start, self.rtol)
-            # A gradient that came in as NaN must not go out as a number.
-            x = found.x if clean is rhs else torch.where(sound.unsqueeze(1), found.x, torch.nan)
+            x = found.x * unit
             if self.warm is not None and transposed:
-                self.warm.adjoint = found.x
+                self.warm.adjoint = x
+            # A gradient that came in as NaN must not go out as a number.
+            x = x if bool(sound.all()) else torch.where(sound.unsqueeze(1), x, torch.nan)
             info = self._judge(found, clean, sound, transposed)
         self.log.append(info)
         report_gradient(info, self.adjoint, self.equation.layout, self.on_fail)
@@ -93,9 +98,13 @@ class AdjointSolve:
 
 
 def relative_error(equation: Equation, x: Tensor, residual: Tensor, start_scale: Tensor) -> Tensor:
-    """The residual relative to the state, with the start standing in for a state that vanished."""
+    """The residual relative to the state, with the start standing in for a state that vanished.
+
+    A residual that is zero has still been rounded, so that nothing less than the dtype's eps is believed.
+    """
+    limits = torch.finfo(x.dtype)
     size = torch.maximum(euclidean(x), START_SHARE * start_scale) if equation.is_fixed_point else euclidean(x)
-    return euclidean(residual) / size.clamp_min(torch.finfo(x.dtype).tiny)
+    return (euclidean(residual) / size.clamp_min(limits.tiny)).clamp_min(limits.eps)
 
 
 def adjoint_rtol(adjoint: Implicit | Phantom | JacobianFree, rtol: float, eps: float) -> float:
