@@ -62,7 +62,7 @@ class AdjointSolve:
             unit = power_of_two(clean) if clean.shape[1] else 1.0
             start = None if start is None else start / unit
             clean = clean / unit
-            found = self.adjoint.solver_for(rhs).solve(lambda v: -product(v), clean, start, self.rtol)
+            found = self.adjoint.solver_for(rhs).solve(product, clean, start, self.rtol)
             x = found.x * unit
             if self.warm is not None and transposed:
                 self.warm.adjoint = x

@@ -131,17 +131,21 @@ def _still_to_solve(norm: Tensor, bound: Tensor, best: _Best, stepper: Stepper) 
 
 @dataclass(slots=True)
 class _Best:
-    """Every sample's state of least residual."""
+    """Every sample's state of least residual; ``owned`` says whether its tensors may be written to."""
 
     x: Tensor
     r: Tensor
     norm: Tensor
+    owned: bool = False
 
     def note(self, x: Tensor, r: Tensor, norm: Tensor) -> None:
         better = norm < self.norm
         if bool(better.all()):
             self.x, self.r, self.norm = x, r, norm
+            self.owned = False
         elif bool(better.any()):
             rows = better.unsqueeze(1)
-            self.x, self.r = torch.where(rows, x, self.x), torch.where(rows, r, self.r)
+            into = (self.x, self.r) if self.owned else (torch.empty_like(x), torch.empty_like(r))
+            self.x, self.r = torch.where(rows, x, self.x, out=into[0]), torch.where(rows, r, self.r, out=into[1])
+            self.owned = True
             self.norm = torch.where(better, norm, self.norm)

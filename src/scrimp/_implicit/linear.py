@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .anderson import AndersonHistory
-from .gmres import Apply, LinearSolution, at_least, gmres, relative_norm
+from .gmres import LinearSolution, at_least, gmres, relative_norm
+from .krylov import Apply
 from .tolerance import euclidean
 
 

@@ -36,8 +36,9 @@ class BackwardInfo:
         """Arnoldi's estimate of f's Jacobian's spectral radius; None if GMRES did not run."""
         if self.arnoldi is None:
             return None
-        largest: Tensor = (1 - torch.linalg.eigvals(self.arnoldi)).abs().amax(1)
-        return largest.reshape(self.solved.shape)
+        # On the CPU: not every build of torch has eigenvalues of general matrices elsewhere.
+        largest: Tensor = (1 - torch.linalg.eigvals(self.arnoldi.cpu())).abs().amax(1)
+        return largest.reshape(self.solved.shape).to(self.solved.device)
 
 
 @dataclass(frozen=True, slots=True)
