@@ -33,6 +33,8 @@ def run(
     settings: Settings,
 ) -> tuple[Tree, Info]:
     """Solve, and give the solution the derivative that was asked for."""
+    if isinstance(solver, type) or not hasattr(solver, "stepper"):
+        raise TypeError(f"solver must be one of scrimp.solvers, such as Anderson() or Picard(); have {solver!r}")
     layout = layout_of(x0, batch_dims)
     function, listed = explicit(f, params)
     inputs = _Inputs((x0, listed, args))
