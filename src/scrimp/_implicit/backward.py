@@ -10,14 +10,10 @@ from torch import Tensor
 from .adjoints import Implicit, JacobianFree, Phantom
 from .equation import Equation, Linearisation, no_autocast
 from .gmres import LinearSolution
-from .report import OnFail, report_gradient
+from .report import EXPECTED, WORST, OnFail, report_gradient
 from .results import BackwardInfo, WarmStart
 from .tolerance import START_SHARE, euclidean, power_of_two
 
-# An estimated gradient error of so many times the tolerance is expected of a well-posed problem ...
-EXPECTED = 300.0
-# ... but beyond this share of the gradient it is never fine.
-WORST = 0.1
 # A linear solver that stops this near its goal was stopped by rounding.
 NEARLY = 10.0
 # In half precision a solution is only as near as its dtype allows; its adjoint, solved in single, can be
@@ -34,8 +30,9 @@ class AdjointSolve:
         at: The Jacobian at the solution.
         adjoint: Which method, how exactly.
         rtol: Relative residual to reach.
-        solution_rtol: The relative residual that the solution itself was found to.
         forward_error: Relative to the state, the residual that forward left.
+        state_error: Estimated relative error of the solution.
+        expected_error: What errors may be expected, given the tolerance of the solution.
         on_fail: What to do about a gradient that may be wrong.
         log: Where to note how it went.
         warm: Where to start from and leave the result; None for zero.
@@ -45,8 +42,9 @@ class AdjointSolve:
     at: Linearisation
     adjoint: Implicit | Phantom | JacobianFree
     rtol: float
-    solution_rtol: float
     forward_error: Tensor
+    state_error: Tensor
+    expected_error: Tensor
     on_fail: OnFail
     log: list[BackwardInfo]
     warm: WarmStart | None
@@ -78,7 +76,8 @@ class AdjointSolve:
         error = found.amplification * found.residual * length / size.clamp_min(torch.finfo(size.dtype).tiny)
         # The state's own error moves the point of linearisation by as much.
         error = torch.maximum(error, found.amplification * self.forward_error)
-        limit = min(EXPECTED * max(self.rtol, self.solution_rtol), WORST)
+        error = torch.maximum(error, self.state_error)
+        limit = self.expected_error.clamp_min(EXPECTED * self.rtol).clamp_max(WORST)
         if isinstance(self.adjoint, Implicit):
             solved = (found.residual <= NEARLY * self.rtol) & (error <= limit)
         else:

@@ -112,8 +112,7 @@ def _run_transformed(
     def solve_linear(call: Call, leaves: Leaves, x: Tensor, rhs: Tensor, transposed: bool) -> Tensor:
         equation = equation_at(call, tuple(leaf.detach() for leaf in leaves))
         at = Linearisation(equation, x)
-        log = call.log[-1].backward_log
-        return adjoint_solve(equation, at, x, euclidean(x), tolerance, settings, log)(rhs, transposed)
+        return adjoint_solve(equation, at, x, euclidean(x), call.log[-1], tolerance, settings)(rhs, transposed)
 
     def of_leaves(state: Tree, leaves: Leaves) -> Tree:
         _, listed, args = inputs.rebuilt(leaves)
