@@ -1,6 +1,7 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
 from scrimp import adjoints, errors, jacobian, planning, policy, solvers
+from scrimp._chain import ManualChain
 from scrimp._checkpoint import checkpoint
 from scrimp._engine.backward import backward
 from scrimp._engine.observe import Cancellation, Observer, ProgressBar
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "Cancellation",
+    "ManualChain",
     "NodeRun",
     "NodeTotal",
     "Observer",

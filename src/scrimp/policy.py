@@ -25,21 +25,13 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from scrimp._cost import replay_seconds
+from scrimp._decision import DROP as DROP
+from scrimp._decision import KEEP as KEEP
+from scrimp._decision import Decision as Decision
 from scrimp._plan import Drop, Plan
 from scrimp._trace import Trace
 from scrimp._value import Value
 from scrimp.errors import PolicyError
-
-
-class Decision(Enum):
-    """What becomes of a value."""
-
-    KEEP = "keep"
-    DROP = "drop"
-
-
-KEEP = Decision.KEEP
-DROP = Decision.DROP
 
 
 class Candidate:
