@@ -8,6 +8,8 @@ from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
 from scrimp._engine.profile import NodeRun, NodeTotal, Profile
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
+from scrimp._loops.api import scan
+from scrimp._loops.progress import Phase, Progress
 from scrimp._plan import Plan
 from scrimp._session import Session, session
 from scrimp._solve import frontier, plan
@@ -25,8 +27,10 @@ __all__ = [
     "NodeRun",
     "NodeTotal",
     "Observer",
+    "Phase",
     "Plan",
     "Profile",
+    "Progress",
     "ProgressBar",
     "ScrimpError",
     "Session",
@@ -48,6 +52,7 @@ __all__ = [
     "planning",
     "policy",
     "root",
+    "scan",
     "session",
     "solvers",
     "trace",
