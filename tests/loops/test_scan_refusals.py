@@ -1,4 +1,4 @@
-"""What a step of ``scrimp.scan`` must not do, and what must not happen between forward and backward: errors that say so."""
+"""What a step of ``scrimp.scan`` must not do, nor anybody before backward: errors that say so."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ def test_a_tensor_that_escapes_from_a_step(w: Tensor) -> None:
 
 def test_writing_to_the_state(w: Tensor) -> None:
     """The state has to stay as it is."""
-    with pytest.raises((LoopError, RuntimeError), match="out-of-place|in-place"):
+    with pytest.raises((LoopError, RuntimeError), match="place"):
         scrimp.scan(lambda h, _: (h.mul_(0.5) * w, None), torch.ones(3), length=3)
-    with pytest.raises(LoopError, match="xs|x "):
+    with pytest.raises(LoopError, match="its x"):
         scrimp.scan(lambda h, x: (h * w + x.mul_(2), None), torch.ones(3), torch.ones(4, 3))
 
 

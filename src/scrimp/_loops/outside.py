@@ -35,8 +35,9 @@ class Seen:
 class Written:
     """Memory from outside that a step writes, and a copy of what it was before the loop."""
 
-    memory: torch.UntypedStorage
-    first: torch.UntypedStorage
+    memory: Tensor
+    """All of it, as bytes, with a version counter of its own: what the loop puts back has not changed for others."""
+    first: Tensor
 
 
 @final
@@ -47,7 +48,7 @@ class Snapshot:
     generators: dict[int, bytes]
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
-    memory: dict[int, torch.UntypedStorage]
+    memory: dict[int, Tensor]
     nbytes: int
     """What it holds that the snapshot before it does not."""
 
@@ -92,8 +93,9 @@ class Outside:
 
     def write(self, address: int, tensor: Tensor) -> None:
         """Take note of memory that a step is about to write for the first time."""
-        memory = tensor.untyped_storage()
-        self.written[address] = Written(memory, _copy_of(memory))
+        with torch._C._DisableTorchDispatch():  # no operator of the program's
+            everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self.written[address] = Written(everything, everything.clone())
 
     def check_unchanged(self) -> None:
         """Raise if a tensor that steps read, and none of them writes, was modified since."""
@@ -127,8 +129,8 @@ class Outside:
             else:
                 fresh += len(state)
             states[key] = state
-        memory = {key: _copy_of(one.memory) for key, one in self.written.items()}
-        fresh += sum(one.nbytes() for one in memory.values())
+        memory = {key: one.memory.clone() for key, one in self.written.items()}
+        fresh += sum(one.nbytes for one in memory.values())
         python, numpy = random.getstate(), np.random.get_state(legacy=True)
         assert isinstance(numpy, tuple)
         if last is not None:
@@ -143,7 +145,6 @@ class Outside:
             state = snapshot.generators.get(key, first)
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         for key, one in self.written.items():
-            # Below the version counters: for everybody else nothing has changed once the loop has put it back.
             one.memory.copy_(snapshot.memory.get(key, one.first))
         random.setstate(snapshot.python)
         np.random.set_state(snapshot.numpy)
@@ -157,11 +158,6 @@ def default_generators() -> list[torch.Generator]:
         if backend.is_available() and getattr(backend, "is_initialized", lambda: True)():
             found.extend(getattr(backend, "default_generators", ()))
     return found
-
-
-def _copy_of(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy: torch.UntypedStorage = memory.clone()  # type: ignore[no-untyped-call]
-    return copy
 
 
 def _state_of(generator: torch.Generator) -> bytes:

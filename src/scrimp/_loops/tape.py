@@ -18,6 +18,7 @@ from scrimp._loops.progress import Report
 from scrimp._loops.stack import Stacks
 from scrimp._loops.step import Frame, Ran, Step, slice_of
 from scrimp._loops.watch import Watch
+from scrimp.errors import LoopError
 
 
 class Pattern(NamedTuple):
@@ -99,8 +100,13 @@ class Tape:
         given = [leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor)]
         self.watch.begin(given)
         since = sequence_number()
+        gate = _Gate()
+        for leaf in given:
+            if leaf.requires_grad:
+                leaf.register_hook(gate)  # type: ignore[no-untyped-call]
         with self.watch:
             ran = self.step.run(arguments, x)
+        gate.closed = True
         self.watch.end()
         for tensor in borders(ran.tensors(), {id(leaf) for leaf in given}, self.outside.sources, since):
             self.borders.setdefault(id(tensor), tensor)
@@ -117,6 +123,19 @@ class Tape:
                 return bool(until(state))
         finally:
             self.watch.pure = False
+
+
+class _Gate:
+    """A hook that lets gradients pass while a step runs, which may differentiate, and no more when it is over."""
+
+    closed = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.closed:
+            raise LoopError(
+                "a tensor that a step of the loop left outside was differentiated, and its graph ends where that step "
+                "began; return it as an output of the step"
+            )
 
 
 def _wants(leaf: object) -> bool:
