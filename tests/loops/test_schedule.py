@@ -154,7 +154,7 @@ def test_slots_for_is_the_fewest() -> None:
 
 
 def test_an_unknown_length_costs_little_more() -> None:
-    """Wherever the loop ends, no step is advanced over more often than with the length known; under 1.4 times in all."""
+    """No step is advanced over more often than if the length were known, and all together 1.4 times at most."""
     for slots in range(1, 40, 4):
         online = Online(slots)
         for steps in range(1, 200):

@@ -63,7 +63,14 @@ class Keeper:
         """Add to a state what is to be known beside it to run on from there."""
         snapshot = self._outside.snapshot()
         own = {key: nbytes for key, nbytes in addresses(state.leaves).items() if key not in self._free}
-        return replace(state, snapshot=snapshot, nbytes=sum(own.values()) + snapshot.nbytes)
+        nbytes = sum(own.values()) + snapshot.nbytes
+        if self.budget is not None and self.slots is not None and nbytes * self.slots > self.budget:
+            raise BudgetError(
+                f"the budget of {format_bytes(self.budget)} has room for {self.slots} states of the size that the first "
+                f"step returned, and a later state has {format_bytes(nbytes)}; raise it, or give slots=",
+                smallest=nbytes * self.slots,
+            )
+        return replace(state, snapshot=snapshot, nbytes=nbytes)
 
     def _schedule(self, nbytes: int) -> None:
         if self.slots is None:

@@ -70,6 +70,10 @@ class Outside:
     """Tensors that one step made, and a later one read though they were not in its state."""
     fleeting: bool = False
     """Some tensors from outside live for one step only."""
+    python: bool = True
+    """Whether steps may draw from Python's generator; the same for NumPy's."""
+    numpy: bool = True
+    _first: Snapshot | None = None
     _last: Snapshot | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +124,7 @@ class Outside:
     def snapshot(self) -> Snapshot:
         """Return all that a step can depend on besides its arguments, as it is now."""
         last, fresh = self._last, 0
-        states = {}
+        states: dict[int, bytes] = {}
         for key, (generator, first) in self.generators.items():
             state = _state_of(generator)
             known = last.generators.get(key) if last else first
@@ -131,13 +135,26 @@ class Outside:
             states[key] = state
         memory = {key: one.memory.clone() for key, one in self.written.items()}
         fresh += sum(one.nbytes for one in memory.values())
-        python, numpy = random.getstate(), np.random.get_state(legacy=True)
+        python = random.getstate() if self.python else ()
+        numpy = np.random.get_state(legacy=True) if self.numpy else ()
         assert isinstance(numpy, tuple)
         if last is not None:
             python = last.python if last.python == python else python
             numpy = last.numpy if _same_numpy(last.numpy, numpy) else numpy
         self._last = Snapshot(states, python, numpy, memory, fresh)
+        if self._first is None:
+            self._first = self._last
         return self._last
+
+    def finish(self) -> None:
+        """Leave alone from now on whatever no step has drawn from: the loop is over, and its state is as it was."""
+        last, first = self.snapshot(), self._first
+        assert first is not None
+        self.python = last.python is not first.python
+        self.numpy = last.numpy is not first.numpy
+        for key, (_, before) in list(self.generators.items()):
+            if last.generators[key] == before:
+                del self.generators[key]
 
     def put(self, snapshot: Snapshot) -> None:
         """Make everything as it was then."""
@@ -146,8 +163,10 @@ class Outside:
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         for key, one in self.written.items():
             one.memory.copy_(snapshot.memory.get(key, one.first))
-        random.setstate(snapshot.python)
-        np.random.set_state(snapshot.numpy)
+        if self.python:
+            random.setstate(snapshot.python)
+        if self.numpy:
+            np.random.set_state(snapshot.numpy)
 
 
 def default_generators() -> list[torch.Generator]:
@@ -165,7 +184,7 @@ def _state_of(generator: torch.Generator) -> bytes:
 
 
 def _same_numpy(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return one[2:] == other[2:] and np.array_equal(one[1], other[1])
+    return one[2:] == other[2:] and (not one or np.array_equal(one[1], other[1]))
 
 
 def sequence_number() -> int:

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from scrimp._loops.graph import borders
 from scrimp._loops.outside import sequence_number
@@ -127,7 +128,10 @@ class Reversal:
         if roots and wanted:
             tensors, given = zip(*roots, strict=True)
             with self._aside():
-                gradients = torch.autograd.grad(tensors, wanted, given, allow_unused=True)
+                # As torch.autograd.grad does it, which checks arguments for longer than a small step runs.
+                gradients = Variable._execution_engine.run_backward(
+                    tensors, given, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+                )
         found = dict(zip(inputs, gradients, strict=False))
         self.by_state = [found.get(id(leaf)) for leaf in arguments]
         self.by_outer = list(gradients[len(inputs) :])

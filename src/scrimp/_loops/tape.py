@@ -92,6 +92,7 @@ class Tape:
                 self.report.forward(self.length)
             self.watch.begin(())
             self.watch.finished = True
+            self.outside.finish()
             self.keeper.finish(self.length)
         return state
 

@@ -74,6 +74,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         self._wrote.clear()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # wrapping the next method in what keeps the compiler out would cost more than the method itself
+
     # -- operators --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -89,8 +93,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         facts = operator(func)
         if func is aten.lift_fresh.default:  # a literal: the first that the dispatcher sees of it is this
             self._made[address_of(args[0])] = None
-        for tensor in tensors_in((*args, *kwargs.values())):
-            self._read(tensor)
+        for argument in args:
+            if isinstance(argument, Tensor):
+                self._read(argument)
+            elif isinstance(argument, (list, tuple)):
+                for tensor in tensors_in(argument):
+                    self._read(tensor)
+        for argument in kwargs.values():
+            for tensor in tensors_in(argument):
+                self._read(tensor)
         if facts.random:
             self._draw(func, args, kwargs)
         if facts.writes or facts.kind is Kind.RESTORAGE:
