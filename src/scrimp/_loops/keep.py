@@ -66,8 +66,8 @@ class Keeper:
         nbytes = sum(own.values()) + snapshot.nbytes
         if self.budget is not None and self.slots is not None and nbytes * self.slots > self.budget:
             raise BudgetError(
-                f"the budget of {format_bytes(self.budget)} has room for {self.slots} states like the first that a step "
-                f"returned, and a later state has {format_bytes(nbytes)}; raise it, or give slots=",
+                f"the budget of {format_bytes(self.budget)} has room for {self.slots} states like the first that a "
+                f"step returned, and a later state has {format_bytes(nbytes)}; raise it, or give slots=",
                 smallest=nbytes * self.slots,
             )
         return replace(state, snapshot=snapshot, nbytes=nbytes)
