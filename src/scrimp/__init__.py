@@ -1,6 +1,6 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
-from scrimp import adjoints, errors, jacobian, planning, policy, solvers
+from scrimp import adjoints, errors, jacobian, planning, policy, solvers, store
 from scrimp._chain import ManualChain
 from scrimp._checkpoint import checkpoint
 from scrimp._engine.backward import backward
@@ -55,5 +55,6 @@ __all__ = [
     "scan",
     "session",
     "solvers",
+    "store",
     "trace",
 ]

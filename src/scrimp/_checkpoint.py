@@ -11,11 +11,11 @@ import torch
 
 from scrimp._session import session
 from scrimp.errors import SessionError
-from scrimp.policy import Candidate, Decision, KeepNone, Policy
+from scrimp.policy import Answer, Candidate, KeepNone, Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Policy = Policy | Callable[[Candidate], Decision]
+_Policy = Policy | Callable[[Candidate], Answer]
 
 
 @overload

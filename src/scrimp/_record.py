@@ -62,6 +62,7 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._depth == 1:
             self._settle_released()
+            self.scope.outbox.send()
         self._depth -= 1
         self._lock.release()
 
@@ -96,8 +97,9 @@ class Recorder:
     def _drop_again(self, task: int) -> None:
         with self:
             for value in self._replayed.pop(task):
-                if value.tensor is not None and value.secured and not value.rooted:
+                if value.tensor is not None and (value.secured or value.copy is not None) and not value.rooted:
                     value.let_go()
+            self.scope.outbox.after_backward()
 
     # -- storages and their values ----------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ class Recorder:
         value.external = external
         if external:
             value.rooted = True
+            self.scope.place_input(value, tensor)
             alias = share(tensor)
             value.hold(alias, alias)
         return value
@@ -144,12 +147,13 @@ class Recorder:
     def close(self) -> None:
         """Forget every storage: nothing more will be recorded. What autograd saved lives on with its handles."""
         with self:
+            self.scope.outbox.flush()
             values = list(self._values.values())
             self._values.clear()
             for value in values:
                 value.storage = None
                 value.rooted = False
-                if value.demand == 0 and value.tensor is not None:
+                if value.demand == 0 and (value.tensor is not None or value.copy is not None):
                     value.let_go()
 
     # -- operators --------------------------------------------------------------------------------------------------
@@ -176,6 +180,7 @@ class Recorder:
         written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
         self._sequence += 1
         with self:
+            self.scope.outbox.tick(self._sequence)
             try:
                 call = self._note(facts, args, kwargs, written)
             except _UnrepeatableError:
@@ -192,7 +197,9 @@ class Recorder:
             value.seen = max(value.seen, value.version)
         for index, tensor in enumerate(results):
             if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
-                self._enter(tensor, call, index)
+                value = self._enter(tensor, call, index)
+                if call is None:
+                    value.made_at = self._sequence
         return result
 
     def _note(
@@ -243,7 +250,7 @@ class Recorder:
             if around is not value.scope:
                 value.decided = False  # an inner policy has decided, if at all, for its own region only
             around.decide(value)
-            if value.pinned and value.demand and value.tensor is None:
+            if value.pinned and value.demand and value.tensor is None and value.copy is None:
                 value.hold_through(tensor)
         return value
 
@@ -252,13 +259,14 @@ class Recorder:
         value = self._values.get(tensor.untyped_storage()._cdata)
         if value is None:
             return True
+        self.scope.outbox.finish(value)
         value.overwritten = True
         value.rooted = False
-        if value.tensor is None:
-            return value.external
         if value.demand == 0:
             value.let_go()
-        elif value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
+        if value.tensor is None:
+            return value.external
+        if value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
             value.stale = True
             _drop_if_stale(value)
         else:
@@ -268,6 +276,8 @@ class Recorder:
 
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
+        if call is None:
+            value.made_at = self._sequence
         if external:
             value.external = value.rooted = True
             alias = share(tensor)

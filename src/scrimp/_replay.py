@@ -19,7 +19,7 @@ from scrimp._geometry import fresh, look, private_copy
 from scrimp._operators import Frozen
 from scrimp._record import replaying, tensors_in
 from scrimp._rng import drawn_again
-from scrimp._streams import used_here
+from scrimp._streams import used_here, wait_until
 from scrimp._value import Blank, Call, Ref, Value
 from scrimp.errors import ReplayMismatchError, SourceChangedError
 
@@ -31,6 +31,8 @@ class Replay:
         self.target = target
         self.missing: dict[Value, None] = {target: None}
         """The values that it will compute because a call reads them, and the target."""
+        self.sources: dict[Value, None] = {}
+        """The values that it starts from."""
         self._reads: Counter[Value] = Counter()
         calls: dict[Call, None] = {}
         pending = [target]
@@ -46,7 +48,9 @@ class Replay:
                     self._reads[source] += 1
                     self.missing[source] = None
                     pending.append(source)
-                elif not source.unchanged():
+                    continue
+                self.sources[source] = None
+                if source.tensor is not None and not source.unchanged():
                     raise SourceChangedError(_changed(source, call, target))
         self.calls = sorted(calls, key=lambda call: call.sequence)
 
@@ -68,7 +72,7 @@ class Replay:
         """Run it, and return the target and those of the other results that are in ``keep``."""
         kept: dict[Value, Tensor] = {}
         passing: dict[Value, Tensor] = {}
-        with _as_recorded():
+        with as_recorded():
             for environment, calls in groupby(self.calls, key=lambda call: call.environment):
                 with _environment.restored(environment):
                     for call in calls:
@@ -106,6 +110,7 @@ class Replay:
     @staticmethod
     def _input(value: Value, kept: Mapping[Value, Tensor], passing: Mapping[Value, Tensor]) -> Tensor:
         if value.at_hand and value.tensor is not None:
+            wait_until(value.ready, value.tensor)
             used_here(value.tensor, value.stream)
             return value.tensor
         return kept[value] if value in kept else passing[value]
@@ -161,7 +166,7 @@ def _keys_above_recording() -> torch._C.DispatchKeySet:
 
 
 @contextmanager
-def _as_recorded() -> Iterator[None]:
+def as_recorded() -> Iterator[None]:
     """Run operators below autograd, autocast and function transforms, as they ran when they were recorded."""
     with (
         torch._C._ExcludeDispatchKeyGuard(_keys_above_recording()),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from scrimp._fetch import expect_backward, fetched
 from scrimp._geometry import Geometry, geometry_of, is_plain, look, same_bits
 from scrimp._record import Recorder
 from scrimp._replay import Replay
@@ -99,7 +100,8 @@ class Hooks:
         value.demand += 1
         if by_function or value.call is None:
             _keep_for_good(value, tensor)
-        elif value.tensor is None:
+            value.scope.around(self._scope).place_opaque(value)
+        elif value.tensor is None and value.copy is None:
             keep = value.scope.admit(value) if value.pinned else not (value.secured or secure(value))
             if keep:
                 value.hold_through(tensor)
@@ -120,7 +122,8 @@ class Hooks:
                     raise SavedChangedError(saved_changed(f"a {tensor.layout} tensor of {tensor.dtype}"))
                 return tensor
         value = packed.value
-        with packed.recorder:
+        with packed.recorder as recorder:
+            expect_backward(recorder, value)
             if value.tensor is not None and not value.unchanged():
                 raise SavedChangedError(saved_changed(f"a tensor ({value})"))
             if value.tensor is not None:
@@ -129,7 +132,8 @@ class Hooks:
                 if value.replayed and value.demand == 1:
                     value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
-                tensor = _bring_back(value, packed.recorder)
+                there = fetched(value, recorder) if value.is_away else None
+                tensor = _bring_back(value, recorder) if there is None else there
             if packed.geometry is None:
                 return tensor
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
@@ -142,21 +146,25 @@ def _copy_of(tensor: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _keep_for_good(value: Value, tensor: Tensor) -> None:
-    if value.tensor is None:
+    if value.tensor is None and value.copy is None:
         value.hold_through(tensor)
     if value.secured:
         value.secured = False
         assert value.call is not None
         for source in value.call.inputs:
             release(source)
-    value.call = None
+    if value.call is not None:
+        value.made_at = value.call.sequence
+        value.call = None
 
 
 def _bring_back(target: Value, recorder: Recorder) -> Tensor:
-    replay = Replay(target)
+    replay = _ready_to_run(target, recorder)
     task = torch._C._current_graph_task_id()
     keep = _worth_keeping(replay) if task != -1 else set()
     results, seconds = replay.timed(keep)
+    if task == -1:
+        _send_back(replay)
     ledger = target.scope.ledger
     ledger.replayed_operators += len(replay.calls)
     ledger.replayed_seconds += seconds
@@ -174,6 +182,23 @@ def _bring_back(target: Value, recorder: Recorder) -> Tensor:
     return results[target]
 
 
+def _ready_to_run(target: Value, recorder: Recorder) -> Replay:
+    """Work out a replay, and fetch what it starts from; what is lost has to be replayed as well."""
+    while True:
+        replay = Replay(target)
+        away = [source for source in replay.sources if source.is_away]
+        lost = [source for source in away if fetched(source, recorder, for_replay=True) is None]
+        if not lost:
+            return replay
+
+
+def _send_back(replay: Replay) -> None:
+    """Let go of what a replay started from and stores have as well."""
+    for source in replay.sources:
+        if source.copy is not None and source.replayed:
+            source.let_go()
+
+
 def _worth_keeping(replay: Replay) -> set[Value]:
     """Return what a replay computes that backward is going to ask for as well, as far as budgets allow.
 
@@ -185,6 +210,7 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         value
         for value in replay.results()
         if value.tensor is None
+        and value.copy is None
         and not value.overwritten
         and not (value is replay.target and value.demand == 1)
         and value.scope in around

@@ -6,9 +6,13 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from scrimp._outbox import Outbox
 from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
-from scrimp.policy import DROP, Candidate, Policy
+from scrimp.policy import DROP, KEEP, Candidate, Policy
+from scrimp.store import Store
 
 
 @dataclass(slots=True)
@@ -25,12 +29,13 @@ class Control:
 class Scope:
     """One entry into a session. Scopes of sessions within sessions form a tree."""
 
-    __slots__ = ("_evictable", "_rated", "_unrated", "control", "ledger", "parent")
+    __slots__ = ("_evictable", "_rated", "_unrated", "control", "ledger", "outbox", "parent")
 
     def __init__(self, control: Control, parent: Scope | None) -> None:
         self.control = control
         self.ledger = control.ledger
         self.parent = parent
+        self.outbox: Outbox = parent.outbox if parent else Outbox()
         self._evictable: list[tuple[float, int, Value]] = []
         self._rated = 0
         self._unrated: list[Value] = []
@@ -52,15 +57,33 @@ class Scope:
     # -- deciding ---------------------------------------------------------------------------------------------------
 
     def decide(self, value: Value) -> None:
-        """Ask the policy about a value, once; ``value.pinned`` has the answer."""
+        """Ask the policy about a value, once; ``value.pinned`` and ``value.store`` have the answer."""
         if value.decided:
             return
         value.number = self.control.decided
         self.control.decided += 1
         value.decided = True
-        value.pinned = not self.control.enabled or self.control.policy.decide(Candidate(value)) is not DROP
+        answer = self.control.policy.decide(Candidate(value)) if self.control.enabled else KEEP
+        value.pinned = answer is not DROP
+        value.store = answer if isinstance(answer, Store) else None
+        if value.store is not None:
+            value.timing = self.control.policy.timing(Candidate(value))
         value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
         value.move_to(self)
+
+    def place_opaque(self, value: Value) -> None:
+        """Ask the policy where a value goes that autograd saves and nobody can replay."""
+        if self.control.enabled and not value.external and value.store is None and value.copy is None:
+            value.store = self.control.policy.opaque(Candidate(value))
+            if value.store is not None:
+                value.timing = self.control.policy.timing(Candidate(value))
+                self.outbox.add_unsure(value)
+
+    def place_input(self, value: Value, tensor: Tensor) -> None:
+        """Ask the policy where an activation goes that was made before the session; others hold anything else."""
+        base = tensor if tensor._base is None else tensor._base
+        if self.control.enabled and base.grad_fn is not None:
+            value.store = self.control.policy.inputs()
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from scrimp._saved import Hooks
 from scrimp._scope import Control, Scope
 from scrimp._statistics import Statistics
 from scrimp.errors import SessionError
-from scrimp.policy import Candidate, Decision, KeepAll, Policy, as_policy
+from scrimp.policy import Answer, Candidate, KeepAll, Policy, as_policy
 
 
 class _Current(threading.local):
@@ -57,7 +57,7 @@ class Session:
         return self._control.policy
 
     @policy.setter
-    def policy(self, policy: Policy | Callable[[Candidate], Decision]) -> None:
+    def policy(self, policy: Policy | Callable[[Candidate], Answer]) -> None:
         new = as_policy(policy)
         if self._open and not self._recording and not isinstance(new, KeepAll):
             raise SessionError(
@@ -120,7 +120,7 @@ class Session:
         stack.__exit__(kind, error, trace)
 
 
-def session(policy: Policy | Callable[[Candidate], Decision], *, verify: bool = False) -> Session:
+def session(policy: Policy | Callable[[Candidate], Answer], *, verify: bool = False) -> Session:
     """Return a context manager under which autograd saves only what ``policy`` keeps.
 
     What is dropped is computed again, exactly, when backward asks for it. Backward may run inside the block or outside,

@@ -22,8 +22,9 @@ class Statistics:
 
     A *value* is the content of one storage. ``made`` are those that autograd saved and still needs; ``kept`` are all
     whose bytes the session holds: saved ones, and others that replays start from. Parameters, inputs and anything else
-    that was there before the session do not count, since the session cannot free them. ``evicted`` are values that were
-    kept first and dropped later; they are among ``dropped`` too.
+    that was there before the session do not count, since the session cannot free them. ``stored`` are values whose
+    bytes are in a store and not on the device. ``evicted`` are values that were kept first and dropped later; they are
+    among ``dropped`` too.
 
     A session under ``KeepAll`` records no operators. All that it can tell from what the forward pass made are
     parameters, so it counts inputs that autograd saves.
@@ -51,26 +52,32 @@ class State(Enum):
     KEPT = auto()
     DROPPED = auto()
     EVICTED = auto()
+    STORED = auto()
 
 
 @dataclass(slots=True)
-class _Counter:
+class Counter:
+    """A :class:`Tally` in the making."""
+
     count: int = 0
     bytes: int = 0
     peak_bytes: int = 0
     total: int = 0
 
     def enter(self, nbytes: int) -> None:
+        """Add a value."""
         self.count += 1
         self.total += 1
         self.bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def leave(self, nbytes: int) -> None:
+        """Take a value out."""
         self.count -= 1
         self.bytes -= nbytes
 
     def tally(self) -> Tally:
+        """Return it as frozen data."""
         return Tally(self.count, self.bytes, self.peak_bytes, self.total)
 
 
@@ -78,13 +85,14 @@ class _Counter:
 class Ledger:
     """The running account of one session."""
 
-    made: _Counter = field(default_factory=_Counter)
-    kept: _Counter = field(default_factory=_Counter)
-    dropped: _Counter = field(default_factory=_Counter)
-    evicted: _Counter = field(default_factory=_Counter)
+    made: Counter = field(default_factory=Counter)
+    kept: Counter = field(default_factory=Counter)
+    dropped: Counter = field(default_factory=Counter)
+    evicted: Counter = field(default_factory=Counter)
+    stored: Counter = field(default_factory=Counter)
     replayed_operators: int = 0
     replayed_seconds: float = 0.0
-    _of: dict[State, tuple[_Counter, ...]] = field(init=False)
+    _of: dict[State, tuple[Counter, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._of = {
@@ -92,6 +100,7 @@ class Ledger:
             State.KEPT: (self.kept,),
             State.DROPPED: (self.dropped,),
             State.EVICTED: (self.dropped, self.evicted),
+            State.STORED: (self.stored,),
         }
 
     def move(self, nbytes: int, before: State, after: State) -> None:
@@ -107,7 +116,7 @@ class Ledger:
             made=self.made.tally(),
             kept=self.kept.tally(),
             dropped=self.dropped.tally(),
-            stored=Tally(),
+            stored=self.stored.tally(),
             evicted=self.evicted.tally(),
             budget=budget,
             replayed_operators=self.replayed_operators,

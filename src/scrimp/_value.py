@@ -29,6 +29,18 @@ from scrimp._streams import Ready
 
 if TYPE_CHECKING:
     from scrimp._scope import Scope
+    from scrimp.store import Copy, Store
+
+
+class Timing(NamedTuple):
+    """When a value that a plan stores leaves the device, and when it comes back."""
+
+    free_at: int
+    """The operator, counted from 0, after which the device has its memory back."""
+    fetch_at: tuple[int, int] | None
+    """The place (operator and result) of the value at whose unpacking the way back begins; None: at its own."""
+    turn: int
+    """Which unpacking of it in a backward pass, counted from 1."""
 
 
 class Ref(NamedTuple):
@@ -123,6 +135,14 @@ class Value:
     """How many replays may still compute it without retaining it."""
     pinned = False
     """The policy decided to keep it: it is held whenever it is demanded."""
+    store: Store | None = None
+    """Where the policy wants its bytes, instead of on the device."""
+    copy: Copy | None = None
+    """Its bytes there. It is made once, and stays until nobody demands the value."""
+    timing: Timing | None = None
+    """When a plan wants it gone and back."""
+    made_at = 0
+    """The sequence number of the operator that made it, where ``call`` does not say."""
     state = State.ABSENT
     storage: object = None
 
@@ -154,6 +174,10 @@ class Value:
         self.witness = witness
         self.version = witness._version
         self.stale = False
+        if self.copy is not None:
+            self.copy.on_device = True
+        elif self.store is not None:
+            self.scope.outbox.add(self)
         self.settle()
 
     def hold_through(self, tensor: Tensor) -> None:
@@ -166,17 +190,24 @@ class Value:
                 self.hold(look(witness, self.geometry), witness)
 
     def let_go(self, evicted: bool = False) -> None:
-        """Stop keeping the content alive."""
+        """Stop keeping the content alive; a copy elsewhere is forgotten if nobody needs that either."""
         self.tensor = self.witness = self.ready = None
         self.replayed = False
+        if self.copy is not None:
+            self.copy.on_device = False
+            if not self.demand and not self.rooted:
+                self.copy.discard()
+                self.copy = None
         self.settle(evicted)
 
     def settle(self, evicted: bool = False) -> None:
         """Bring the scope's account up to date with what is held now."""
-        if self.external:
-            return
         before = self.state
-        if self.tensor is not None:
+        if self.tensor is None and self.copy is not None:
+            after = State.STORED
+        elif self.external:
+            after = State.ABSENT
+        elif self.tensor is not None:
             after = State.KEPT
         elif not self.handles:
             after = State.ABSENT
@@ -201,9 +232,19 @@ class Value:
         self.scope = scope
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which operator of its recording made it, counted from 0, and which of that operator's results it is."""
+        return (self.made_at if self.call is None else self.call.sequence) - 1, self.index
+
+    @property
     def at_hand(self) -> bool:
         """Whether a replay can start from it."""
-        return self.tensor is not None and not self.stale
+        return (self.tensor is not None and not self.stale) or self.copy is not None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is in a store and not on the device."""
+        return self.tensor is None and self.copy is not None
 
     def unchanged(self) -> bool:
         """Tell whether what is held is still what the call made."""
@@ -248,7 +289,7 @@ def secure(value: Value) -> bool:
 def _undemand(value: Value) -> None:
     # Only for the way back out of `secure`: whatever it had secured is in its list, so nothing has to be followed.
     value.demand -= 1
-    if value.demand == 0 and value.tensor is not None and not value.rooted:
+    if value.demand == 0 and not value.rooted and (value.tensor is not None or value.copy is not None):
         value.let_go()
 
 
@@ -287,7 +328,7 @@ def release(value: Value) -> None:
         one.demand -= 1
         if one.demand:
             continue
-        if one.tensor is not None and not one.rooted:
+        if not one.rooted and (one.tensor is not None or one.copy is not None):
             one.let_go()
         if one.secured:
             one.secured = False

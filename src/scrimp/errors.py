@@ -8,6 +8,7 @@
     ├── BudgetError               a budget that cannot be met, or not be read
     ├── TraceError                a trace that contradicts itself
     ├── PlanError                 a plan that does not fit its trace
+    ├── StoreError                a store that cannot be used, or has lost what was given to it
     ├── BackwardError             a backward pass that cannot start, or not finish with the right gradients
     │   ├── SavedChangedError         a tensor that backward needs was modified in place after it was saved
     │   ├── SourceChangedError        a tensor that a replay starts from was modified after it was read
@@ -66,6 +67,10 @@ class TraceError(ScrimpError):
 
 class PlanError(ScrimpError):
     """A plan does not fit its trace, or a file does not hold one."""
+
+
+class StoreError(ScrimpError, RuntimeError):
+    """A store cannot be used, or has lost what was given to it."""
 
 
 class BackwardError(ScrimpError, RuntimeError):
@@ -163,6 +168,10 @@ class GradientWarning(UserWarning):
 
 class StackableBranchesWarning(UserWarning):
     """Branches of one shape would run faster as one batched operator than in threads."""
+
+
+class StoreWarning(UserWarning):
+    """A store has lost something, or takes nothing more; what it should have held is computed again, or kept."""
 
 
 def saved_changed(what: str) -> str:

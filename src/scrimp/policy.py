@@ -1,6 +1,6 @@
-"""Policies: they answer keep or drop for each value when autograd first saves it.
+"""Policies: they answer for each value when autograd first saves it: keep it, drop it, or the store where it is to go.
 
-A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`:
+A policy is an instance of :class:`Policy` or any callable from :class:`Candidate` to :class:`Decision`, or to a store:
 
 >>> import torch, scrimp
 >>> def keep_small(value: scrimp.policy.Candidate) -> scrimp.policy.Decision:
@@ -16,7 +16,8 @@ A policy is an instance of :class:`Policy` or any callable from :class:`Candidat
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
@@ -28,10 +29,16 @@ from scrimp._cost import replay_seconds
 from scrimp._decision import DROP as DROP
 from scrimp._decision import KEEP as KEEP
 from scrimp._decision import Decision as Decision
+from scrimp._plan import Decision as PlannedDecision
 from scrimp._plan import Drop, Plan
-from scrimp._trace import Trace
-from scrimp._value import Value
+from scrimp._plan import Store as PlannedStore
+from scrimp._trace import Trace, Unpack
+from scrimp._value import Timing, Value
 from scrimp.errors import PolicyError
+from scrimp.store import Store
+
+Answer = Decision | Store
+"""What a policy says: keep, drop, or where to put it."""
 
 
 class Candidate:
@@ -50,8 +57,7 @@ class Candidate:
     @property
     def place(self) -> tuple[int, int]:
         """Which operator of the session made it, counted from 0, and which of that operator's results it is."""
-        assert self._value.call is not None
-        return self._value.call.sequence - 1, self._value.index
+        return self._value.place
 
     @property
     def operator(self) -> OpOverload:
@@ -97,12 +103,27 @@ class Policy(abc.ABC):
     """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
 
     @abc.abstractmethod
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Answer for a value that autograd saves for the first time."""
 
     def passes(self, value: Candidate) -> int:
         """Say how many replays may compute a dropped value and let it go again before one retains it."""
         return 0
+
+    def opaque(self, value: Candidate) -> Store | None:
+        """Say where a value goes that autograd saves and that cannot be replayed; None: it is kept.
+
+        It has no ``operator``, ``name`` or ``cost``.
+        """
+        return None
+
+    def inputs(self) -> Store | None:
+        """Say where an activation goes that was made before the session and is used in it; None: it is kept."""
+        return None
+
+    def timing(self, value: Candidate) -> Timing | None:
+        """Say when a value that is stored goes and comes back; None: as the store sees fit."""
+        return None
 
     def worth(self, value: Candidate) -> float:
         """Say how much a kept value is worth; over the budget, the least worthy is evicted first."""
@@ -224,43 +245,175 @@ class Online(Policy):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class StoreAll(Policy):
+    """Store everything that autograd saves."""
+
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Store."""
+        return self.store
+
+    def opaque(self, value: Candidate) -> Store | None:
+        """Store."""
+        return self.store
+
+
+@final
+class StoreOps(Policy):
+    """Store the results of the given ATen operators and drop the rest.
+
+    >>> import torch, scrimp
+    >>> policy = scrimp.policy.StoreOps({torch.ops.aten.mm, torch.ops.aten.addmm}, scrimp.store.Host("8GiB"))
+    """
+
+    def __init__(self, operators: Iterable[OpOverload | OpOverloadPacket], store: Store) -> None:
+        self.store = store
+        self._kept = KeepOps(operators)
+
+    def __repr__(self) -> str:
+        return f"StoreOps({self._kept!r}, {self.store!r})"
+
+    def decide(self, value: Candidate) -> Answer:
+        """Look at the operator that made the value."""
+        return self.store if self._kept.decide(value) is KEEP else DROP
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoreLargerThan(Policy):
+    """Store what takes more than ``nbytes``, and keep the rest."""
+
+    nbytes: int
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Look at the size of the value's storage."""
+        return self.store if value.nbytes > self.nbytes else KEEP
+
+    def opaque(self, value: Candidate) -> Store | None:
+        """Look at the size of the value's storage."""
+        return self.store if value.nbytes > self.nbytes else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoreInputs(Policy):
+    """Drop everything inside, and store what it is replayed from: activations that were computed before.
+
+    This is for regions one after the other. What leads to a gradient and was made outside counts as an activation;
+    parameters, buffers and data do not, since others hold them anyway.
+
+    >>> import torch, scrimp
+    >>> host = scrimp.store.Host()
+    >>> x = torch.randn(64, 64, requires_grad=True)
+    >>> for layer in (torch.sin, torch.exp):
+    ...     x = scrimp.checkpoint(lambda x, layer=layer: layer(x * 2) * 3, x, policy=scrimp.policy.StoreInputs(host))
+    >>> host.statistics.held.count
+    1
+    """
+
+    store: Store
+
+    def decide(self, value: Candidate) -> Answer:
+        """Drop."""
+        return DROP
+
+    def inputs(self) -> Store | None:
+        """Store."""
+        return self.store
+
+
+@final
 class Planned(Policy):
     """Do what a plan says.
 
     A value that the traced step did not have in the same place is kept, so that a step that departs from its plan stays
     right; :attr:`departed` says that this happened.
+
+    Args:
+        trace: The step.
+        plan: A plan for it.
+        store: Where the values go that the plan stores.
     """
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace, plan: Plan, store: Store | None = None) -> None:
         if plan.fingerprint != trace.fingerprint():
             raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
+        stored = [value for value, decision in plan.decisions.items() if isinstance(decision, PlannedStore)]
+        if stored and store is None:
+            raise PolicyError(
+                f"need a store for the {len(stored)} values that this plan stores, have none: "
+                "Planned(trace, plan, scrimp.store.Host())"
+            )
+        self.store = store
         self._trace = trace
         self._plan = plan
         self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
+        self._timings = _timings(trace, {value: plan.decisions[value] for value in stored})
         self.departed = False
         """Whether a step did something else than the traced one."""
 
     def __repr__(self) -> str:
         return f"Planned({self._plan})"
 
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Look the value up in the plan."""
-        return DROP if isinstance(self._decision(value), Drop) else KEEP
+        number = self._number(value)
+        match None if number is None else self._plan.decisions.get(number):
+            case PlannedStore() if self.store is not None:
+                return self.store
+            case Drop():
+                return DROP
+        return KEEP
 
     def passes(self, value: Candidate) -> int:
         """Look the value up in the plan."""
-        decision = self._decision(value)
+        number = self._number(value)
+        decision = None if number is None else self._plan.decisions.get(number)
         return decision.passes if isinstance(decision, Drop) else 0
 
-    def _decision(self, value: Candidate) -> object:
+    def opaque(self, value: Candidate) -> Store | None:
+        """Look the value up in the plan."""
+        return None if self._timings.get(self._ids.get(value.place, -1)) is None else self.store
+
+    def timing(self, value: Candidate) -> Timing | None:
+        """Look the value up in the plan."""
+        return self._timings.get(self._ids.get(value.place, -1))
+
+    def _number(self, value: Candidate) -> int | None:
         op, _ = value.place
         number = self._ids.get(value.place)
         if number is not None:
             same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
             if same:
-                return self._plan.decisions.get(number)
+                return number
         self.departed = True
         return None
+
+
+def _timings(trace: Trace, stored: Mapping[int, PlannedDecision]) -> dict[int, Timing]:
+    """Translate moments into what a session sees: the operators of forward, and in backward what is unpacked.
+
+    A copy that is to come back before some event does so at the next unpacking of a value that a session recognises;
+    never earlier, so that it takes no memory before its time.
+    """
+    places: list[tuple[tuple[int, int] | None, int]] = [(None, 0)] * (len(trace.events) + 1)
+    turns = Counter(event.value for event in trace.events if isinstance(event, Unpack))
+    for number in range(len(trace.events) - 1, -1, -1):
+        event = trace.events[number]
+        places[number] = places[number + 1]
+        if isinstance(event, Unpack):
+            value = trace.values[event.value]
+            if value.op is not None and trace.ops[value.op].replayable:
+                places[number] = (value.op, value.output), turns[event.value]
+            turns[event.value] -= 1
+    return {
+        value: Timing(decision.free_at, *places[decision.prefetch_at])
+        for value, decision in stored.items()
+        if isinstance(decision, PlannedStore)
+    }
 
 
 @final
@@ -268,19 +421,19 @@ class Planned(Policy):
 class FromFunction(Policy):
     """A plain callable as a policy."""
 
-    function: Callable[[Candidate], Decision]
+    function: Callable[[Candidate], Answer]
 
-    def decide(self, value: Candidate) -> Decision:
+    def decide(self, value: Candidate) -> Answer:
         """Ask the function."""
         answer = self.function(value)
-        if not isinstance(answer, Decision):
+        if not isinstance(answer, (Decision, Store)):
             raise PolicyError(
-                f"a policy must answer with policy.KEEP or policy.DROP, {self.function!r} gave {answer!r}"
+                f"a policy must answer with policy.KEEP, policy.DROP or a store, {self.function!r} gave {answer!r}"
             )
         return answer
 
 
-def as_policy(policy: Policy | Callable[[Candidate], Decision]) -> Policy:
+def as_policy(policy: Policy | Callable[[Candidate], Answer]) -> Policy:
     """Return ``policy`` itself, or the policy that a plain callable stands for."""
     if isinstance(policy, Policy):
         return policy

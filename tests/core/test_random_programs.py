@@ -316,6 +316,18 @@ def test_programs_are_exact(
 
 
 @pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
+@settings(steadily, max_examples=100)
+@programs
+def test_programs_with_a_store_are_exact(
+    random_store_policy: Callable[..., Any], instructions: list[Instruction], mode: Backward, seed: int, drop: float
+) -> None:
+    """Where some values are stored, and a store with little room lets some be dropped instead."""
+    host = scrimp.store.Host(None if drop < 1 else 200)
+    assert_program_is_exact(instructions, mode, lambda: random_store_policy(seed, host))
+    assert host.statistics.held.bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
 @pytest.mark.slow
 @settings(steadily, max_examples=3000)
 @programs

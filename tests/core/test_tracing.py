@@ -1,5 +1,6 @@
 """Traces of real steps, and plans carried out: what is predicted is what is measured."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import scrimp
 from scrimp.errors import BudgetError, PolicyError, TraceError
-from scrimp.planning import Drop, Keep, Plan, Run, Trace, simulate
+from scrimp.planning import Decision, Drop, Keep, Plan, Run, Store, Trace, Unpack, simulate
 from scrimp.policy import KeepAll, Planned, Policy
 from scrimp.testing import live_bytes
 
@@ -172,6 +173,57 @@ def test_random_plans(case: Case, seed: int) -> None:
     peak = simulate(trace, chosen).peak
     plan = Plan(trace.fingerprint(), peak, chosen, peak, 0.0, 0.0, 0.0)
     assert_as_predicted(case, Planned(trace, plan), peak - resident, plain)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("early", [False, True], ids=["in time", "ahead"])
+def test_random_plans_with_a_store(case: Case, seed: int, early: bool) -> None:
+    """Values leave after the planned operator, and come back when they are needed, or ahead but never too early."""
+    trace, resident = traced(case)
+    trace = dataclasses.replace(trace, out_bandwidth=1e9, in_bandwidth=1e9)
+    _, plain = case.measured(KeepAll())
+    chosen = random_stores(trace, random.Random(seed), early)
+    peak = simulate(trace, chosen).peak
+    host = scrimp.store.Host()
+    policy = Planned(trace, Plan(trace.fingerprint(), peak, chosen, peak, 0.0, 0.0, 0.0), host)
+    if not early:
+        assert_as_predicted(case, policy, peak - resident, plain)
+    measured, gradients = case.measured(policy)
+    assert measured <= (peak - resident) * 1.001
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
+    assert host.statistics.held.total >= sum(isinstance(decision, Store) for decision in chosen.values()) > 0
+    assert host.statistics.held.bytes == 0
+
+
+def random_stores(trace: Trace, generator: random.Random, early: bool) -> dict[int, Decision]:
+    """Store some values that share their storage with no other, drop some, keep the rest."""
+    saved: dict[int, int] = {}
+    for number, op in enumerate(trace.ops):
+        for value in op.saves:
+            saved.setdefault(value, number)
+    unpacked = {
+        event.value: number for number, event in reversed(list(enumerate(trace.events))) if isinstance(event, Unpack)
+    }
+    chosen: dict[int, Decision] = {}
+    for value in scrimp.plan(trace, simulate(trace).peak).decisions:
+        draw = generator.random()
+        chosen[value] = Keep()
+        if draw < 0.35 and value in unpacked and trace.values[value].overwrites is None:
+            free_at = min(saved[value] + generator.randrange(10), len(trace.ops) - 1)
+            fetch_at = unpacked[value] - (generator.randrange(40) if early else 0)
+            chosen[value] = Store(free_at, max(0, fetch_at))
+        elif draw < 0.6 and _droppable(trace, value):
+            chosen[value] = Drop(generator.randrange(2))
+    return chosen
+
+
+def test_a_plan_that_stores_needs_a_store() -> None:
+    """The policy says so when it is made."""
+    trace, _ = traced(Case("resnet"))
+    plan = scrimp.plan(trace, 1 << 40)
+    storing = dataclasses.replace(plan, decisions={value: Store(0, 0) for value in plan.decisions})
+    with pytest.raises(PolicyError, match="need a store"):
+        Planned(trace, storing)
 
 
 def _droppable(trace: Trace, value: int) -> bool:

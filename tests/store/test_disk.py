@@ -1,0 +1,368 @@
+"""Values in files: exact, checked, and never left behind."""
+
+import errno
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import scrimp
+from scrimp.errors import StoreError, StoreWarning
+from scrimp.policy import StoreAll, StoreOps
+from scrimp.store import Disk, _files
+from scrimp.testing import Step, assert_same_step
+
+aten = torch.ops.aten
+SIZE = 64 * 64 * 4
+
+
+def leaf() -> Tensor:
+    """A leaf of ``SIZE`` bytes."""
+    return torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
+
+
+def chain(x: Tensor) -> Tensor:
+    """Operators that save their results: four values of the size of ``x``."""
+    return x.exp().tanh().sigmoid().sqrt().sum()
+
+
+def assert_right(x: Tensor, f: Callable[[Tensor], Tensor] = chain) -> None:
+    """Fail unless a leaf has the gradient that it has without scrimp."""
+    other = leaf()
+    f(other).backward()
+    assert x.grad is not None
+    assert other.grad is not None
+    assert torch.equal(x.grad, other.grad)
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of values in a folder, in the order in which they were made."""
+    return sorted(folder.glob("scrimp-*/*.bytes"), key=lambda path: int(path.stem))
+
+
+def stored(disk: Disk) -> tuple[Tensor, Tensor]:
+    """A leaf, and a loss whose graph has four values on disk."""
+    x = leaf()
+    with scrimp.session(StoreAll(disk)):
+        loss = chain(x)
+    return x, loss
+
+
+class Cube(torch.autograd.Function):
+    """A Function of the user's own: what it saves cannot be replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x³."""
+        square = x * x
+        ctx.save_for_backward(square)
+        return square * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """3x²."""
+        return grads[0] * ctx.saved_tensors[0] * 3
+
+
+def test_the_comparison_can_fail() -> None:
+    """A leaf with another gradient is told apart."""
+    x = leaf()
+    x.exp().sum().backward()
+    with pytest.raises(AssertionError):
+        assert_right(x)
+
+
+@pytest.mark.parametrize("window", [1, "1MiB"], ids=["one at a time", "all at once"])
+def test_a_step_is_exact(tmp_path: Path, window: int | str) -> None:
+    """Every bit of a step with views, masks and draws is that of the plain one."""
+    disk = Disk(tmp_path, window=window)
+
+    def make_step() -> Step:
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Dropout(), torch.nn.Linear(32, 4)
+        )
+        x = torch.randn(8, 16, requires_grad=True)
+        return Step(lambda: model(x.t().contiguous().t() * 2)[::2].square().mean(), state=(model, x))
+
+    assert_same_step(make_step, lambda: scrimp.session(StoreAll(disk)))
+    assert disk.statistics.held.total > 4
+    assert disk.statistics.held.bytes == 0
+    assert files(tmp_path) == []
+
+
+def test_files_hold_bytes_and_nothing_else(tmp_path: Path) -> None:
+    """Raw content, readable by its owner alone."""
+    x = leaf()
+    with scrimp.session(StoreAll(Disk(tmp_path))):
+        y = x.exp()
+    (file,) = files(tmp_path)
+    assert torch.equal(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float32).view(64, 64), y)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_statistics(tmp_path: Path) -> None:
+    """Bytes each way, and how fast they went."""
+    disk = Disk(tmp_path)
+    x, loss = stored(disk)
+    assert disk.statistics.held.bytes == 4 * SIZE
+    loss.backward()
+    assert_right(x)
+    after = disk.statistics
+    assert (after.held.bytes, after.bytes_out, after.bytes_in) == (0, 4 * SIZE, 4 * SIZE)
+    assert min(after.out_bandwidth, after.in_bandwidth, after.waited_seconds) > 0
+
+
+def test_backward_again(tmp_path: Path) -> None:
+    """With ``retain_graph`` files are read in each pass."""
+    disk = Disk(tmp_path)
+    x, loss = stored(disk)
+    loss.backward(retain_graph=True)
+    x.grad = None
+    loss.backward()
+    assert_right(x)
+    del loss
+    assert files(tmp_path) == []
+
+
+def test_backward_never_run(tmp_path: Path) -> None:
+    """A graph that is thrown away takes its files along."""
+    disk = Disk(tmp_path)
+    _, loss = stored(disk)
+    assert len(files(tmp_path)) == 4
+    del loss
+    assert disk.statistics.held.bytes == 0
+    assert files(tmp_path) == []
+
+
+def test_a_limit_holds(tmp_path: Path) -> None:
+    """What has no room is dropped instead."""
+    disk = Disk(tmp_path, 2 * SIZE)
+    x, loss = stored(disk)
+    assert sum(file.stat().st_size for file in files(tmp_path)) == 2 * SIZE
+    loss.backward()
+    assert_right(x)
+
+
+def truncate(file: Path) -> None:
+    """Cut a file short."""
+    os.truncate(file, 100)
+
+
+def alter(file: Path) -> None:
+    """Change one byte."""
+    content = bytearray(file.read_bytes())
+    content[77] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {"truncated": truncate, "altered": alter, "removed": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_recomputed(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """What is lost is computed again, from other files as far as they are whole, with a warning that names the file."""
+    x, loss = stored(Disk(tmp_path))
+    damaged = files(tmp_path)[2]
+    damage(damaged)
+    with pytest.warns(StoreWarning, match=re.escape(str(damaged))):
+        loss.backward()
+    assert_right(x)
+
+
+def test_all_files_damaged(tmp_path: Path) -> None:
+    """Everything is computed again from the leaf."""
+    x, loss = stored(Disk(tmp_path))
+    for file in files(tmp_path):
+        alter(file)
+    with pytest.warns(StoreWarning, match="altered"):
+        loss.backward()
+    assert_right(x)
+
+
+def test_a_damaged_source_of_a_replay(tmp_path: Path) -> None:
+    """A replay that was to start from a damaged file starts further up."""
+
+    def step(x: Tensor) -> Tensor:
+        return x.exp().tanh().sigmoid().sum()
+
+    x = leaf()
+    with scrimp.session(StoreOps({aten.exp}, Disk(tmp_path))):
+        loss = step(x)
+    truncate(files(tmp_path)[0])
+    with pytest.warns(StoreWarning, match="recomputed"):
+        loss.backward()
+    assert_right(x, step)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_to_what_cannot_be_recomputed(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Where nobody knows how to compute a value, the error names the file."""
+    with scrimp.session(StoreAll(Disk(tmp_path))):
+        loss = Cube.apply(leaf()).sum()
+    (file,) = files(tmp_path)
+    damage(file)
+    with pytest.raises(StoreError, match=re.escape(str(file))):
+        loss.backward()
+
+
+def test_recomputing_needs_what_it_starts_from(tmp_path: Path) -> None:
+    """A damaged value whose inputs are gone is an error, not a wrong gradient."""
+    w, data = leaf(), torch.ones(64, 64)
+    with scrimp.session(StoreAll(Disk(tmp_path))):
+        loss = (w + data).exp().sum()
+    del data
+    truncate(files(tmp_path)[0])
+    with pytest.raises(StoreError, match="have 100"):
+        loss.backward()
+
+
+def fail_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full after so many writes."""
+    left = iter(range(count))
+
+    def write_some(descriptor: int, content: memoryview) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(descriptor, content)
+
+    monkeypatch.setattr(_files, "write_some", write_some)
+
+
+@pytest.mark.parametrize("window", [1, "1MiB"], ids=["one at a time", "all at once"])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | str) -> None:
+    """A warning names the file, nothing is lost, and no piece of a file is left."""
+    fail_after(2, monkeypatch)
+    with pytest.warns(StoreWarning, match=r"\.bytes, cannot: No space left"):
+        x, loss = stored(Disk(tmp_path, window=window))
+    assert len(files(tmp_path)) == 2
+    loss.backward()
+    assert_right(x)
+
+
+def test_a_disk_that_was_full_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once values are gone, there may be room."""
+    fail_after(0, monkeypatch)
+    disk = Disk(tmp_path)
+    with pytest.warns(StoreWarning, match="No space left"):
+        _, loss = stored(disk)
+    loss.backward()
+    del loss
+    monkeypatch.undo()
+    x, loss = stored(disk)
+    assert len(files(tmp_path)) == 4
+    loss.backward()
+    assert_right(x)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """The error comes when the store is made, and names the folder."""
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file"):
+        Disk(tmp_path / "file" / "below")
+
+
+def test_a_folder_is_made(tmp_path: Path) -> None:
+    """Also with those above it; all of ours goes with the store."""
+    disk = Disk(tmp_path / "a" / "b")
+    assert len(list((tmp_path / "a" / "b").iterdir())) == 2
+    del disk
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_two_stores_in_one_folder(tmp_path: Path) -> None:
+    """They do not see each other."""
+    first, second = Disk(tmp_path), Disk(tmp_path)
+    (x, loss), (y, other) = stored(first), stored(second)
+    assert len(files(tmp_path)) == 8
+    other.backward()
+    assert len(files(tmp_path)) == 4
+    loss.backward()
+    assert_right(x)
+    assert_right(y)
+
+
+PROGRAM = """
+import os, signal, sys
+import torch, scrimp
+disk = scrimp.store.Disk(sys.argv[1])
+x = torch.ones(100, requires_grad=True)
+with scrimp.session(scrimp.policy.StoreAll(disk)):
+    loss = x.exp().tanh().sum()
+print("ready", flush=True)
+{end}
+"""
+
+
+def run(folder: Path, end: str) -> subprocess.Popen[str]:
+    """Start a process that has two values in a folder, and wait until it has."""
+    program = textwrap.dedent(PROGRAM).format(end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def finish(process: subprocess.Popen[str]) -> int:
+    """Let a process go on, and wait for its end."""
+    process.communicate("\n", timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize(
+    "end", ["sys.exit(3)", pytest.param("loss.backward(); del loss; sys.exit(3)", marks=pytest.mark.slow)]
+)
+def test_nothing_is_left_after_exit(tmp_path: Path, end: str) -> None:
+    """A process that ends, with its graph alive or not, leaves the folder empty."""
+    assert finish(run(tmp_path, end)) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+    """What a killed process left goes when the next store is made there; what a living one has stays."""
+    living = run(tmp_path, "input(); loss.backward()")
+    killed = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert finish(killed) == -signal.SIGKILL
+    assert len(files(tmp_path)) == 4
+    disk = Disk(tmp_path)
+    assert len(files(tmp_path)) == 2
+    assert finish(living) == 0
+    assert files(tmp_path) == []
+    del disk
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_fork_does_not_remove_it(tmp_path: Path) -> None:
+    """A child that ends by itself leaves its parent's files alone, and cannot use them."""
+    program = """
+    import os, sys, warnings
+    import torch, scrimp
+    warnings.simplefilter("ignore")
+    disk = scrimp.store.Disk(sys.argv[1])
+    child = os.fork()
+    if not child:
+        try:
+            with scrimp.session(scrimp.policy.StoreAll(disk)):
+                torch.ones(3, requires_grad=True).exp()
+        except scrimp.errors.StoreError:
+            sys.exit(7)
+        sys.exit(8)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert len(os.listdir(sys.argv[1])) == 2
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
