@@ -18,6 +18,7 @@ from scrimp._loops.stack import Stacks
 from scrimp._loops.step import Frame, Step, Tree, check_leaves
 from scrimp._loops.tape import Tape
 from scrimp.errors import BudgetError, LoopError
+from scrimp.store import Host, Store
 
 State = TypeVar("State")
 
@@ -31,6 +32,8 @@ def scan(
     until: Callable[[State], Any] | None = None,
     budget: Budget | None = None,
     slots: int | None = None,
+    host: Store | Budget | None = None,
+    disk: Store | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[State, Any]:
     """Run ``state, output = step(state, x)`` for each x, keeping only a few of the states for backward.
@@ -51,6 +54,8 @@ def scan(
             the caller's, and counts nothing.
         slots: How many states may be kept at a time, the first included, in place of a budget in bytes. With neither,
             so many that each step runs three times in all, at most: about the square root of twice the length.
+        host: Where further states wait: a :class:`scrimp.store.Host`, or how many bytes of host memory to take.
+        disk: Where states wait that host memory has no room for: a :class:`scrimp.store.Disk`.
         progress: Called after each step, forward and backward. It must not draw random numbers.
 
     Raises:
@@ -71,7 +76,10 @@ def scan(
     check_leaves(leaves, "the state")
     slices, x_spec = pytree.tree_flatten(xs) if xs is not None else ([], None)
     length = _length(slices, length, until)
-    keeper = _keeper(length, until, budget, slots)
+    if host is not None and not isinstance(host, Store):
+        host = Host(parse_budget(host))
+    stores = tuple(store for store in (host, disk) if store is not None)
+    keeper = _keeper(length, until, budget, slots, stores)
     function = Step(step, spec, x_spec)
     stacks = Stacks(None if until is not None else length)
     if not torch.is_grad_enabled():
@@ -102,8 +110,9 @@ def _attached(
     if not tensors:
         return last.leaves, outputs
     own = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    first = Frame(list(leaves), tape.keeper.frames[0].wants, ())
-    tape.keeper.frames[0] = replace(tape.keeper.frames[0], leaves=[], versions=())  # the node saves them, as it should
+    kept = tape.keeper.shelf.take(0)
+    first = Frame(list(leaves), kept.wants, ())
+    tape.keeper.shelf.first(replace(kept, leaves=[], versions=()))  # the node saves them, as it should
     attached = Loop.apply(tape, first, tensors, places, *tape.borders.values(), *own.values(), *xs)  # type: ignore[no-untyped-call]
     done = [
         leaf if place is None else attached[place] for leaf, place in zip((*last.leaves, *outputs), places, strict=True)
@@ -150,11 +159,15 @@ def _length(xs: Sequence[Any], length: int | None, until: object) -> int | None:
     return length if length is not None else next(iter(sizes), None)
 
 
-def _keeper(length: int | None, until: object, budget: Budget | None, slots: int | None) -> Keeper:
+def _keeper(
+    length: int | None, until: object, budget: Budget | None, slots: int | None, stores: tuple[Store, ...]
+) -> Keeper:
     if budget is not None and slots is not None:
         raise BudgetError("give budget= in bytes or slots=, a number of states, and not both")
     if slots is not None and slots < 1:
         raise BudgetError(f"slots counts the first state too, so it is 1 or more; have {slots}", smallest=None)
-    if until is not None and budget is None and slots is None:
+    if until is not None and budget is None and slots is None and not stores:
         raise BudgetError('a loop whose length is not known needs a budget for its states: budget="64MiB", or slots=')
-    return Keeper(None if until is not None else length, slots, None if budget is None else parse_budget(budget))
+    return Keeper(
+        None if until is not None else length, slots, None if budget is None else parse_budget(budget), stores
+    )

@@ -40,14 +40,14 @@ class Reversal:
         by_output: Sequence[Gradient],
         keep: bool,
     ) -> None:
-        frames = tape.keeper.frames
-        if 0 not in frames:
+        shelf = tape.keeper.shelf
+        if 0 not in shelf:
             raise GraphFreedError(
                 "the states of a loop were freed by an earlier backward pass; pass retain_graph=True to that one"
             )
         self._tape = tape
-        self._frames = dict(frames) if keep else frames
-        self._frames[0] = replace(first, snapshot=frames[0].snapshot)
+        self._shelf = shelf.copy() if keep else shelf
+        self._shelf.first(replace(first, snapshot=shelf.take(0).snapshot))
         self._xs = xs
         self._by_output = by_output
         self._outer = list(tape.borders.values())
@@ -73,9 +73,11 @@ class Reversal:
     def _follow(self) -> None:
         tape, held = self._tape, self._tape.keeper.held
         current = None if held is None else self._take(held)
-        saved = sorted(step for step in self._frames if step != held)
         if held is not None:
-            del self._frames[held]
+            self._shelf.drop(held)
+        if self._shelf.near is not None:
+            self._shelf.near = max(self._shelf.near - 1, 0)  # one is the current state
+        saved = list(self._shelf)
         slots = max(tape.keeper.slots or 1, len(saved))
         for action in backward(tape.length, saved, slots, held):
             match action:
@@ -87,17 +89,17 @@ class Reversal:
                         current = self._again(current, step)
                 case Save(step):
                     assert current is not None
-                    self._frames[step] = tape.keeper.complete(current)
+                    self._shelf.put(step, tape.keeper.complete(current))
                 case Reverse(step):
                     assert current is not None
                     frame, current = current, None
                     self._reverse(frame, step)
                     tape.report.backward(tape.length - step, tape.length)
                 case Drop(step):
-                    del self._frames[step]
+                    self._shelf.drop(step)
 
     def _take(self, step: int) -> Frame:
-        frame = self._frames[step]
+        frame = self._shelf.take(step)
         frame.check_unchanged()
         assert frame.snapshot is not None
         self._tape.outside.put(frame.snapshot)
