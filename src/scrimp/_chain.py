@@ -7,61 +7,37 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from scrimp._budget import Budget, format_bytes, parse_budget
+from scrimp._chain_layer import (
+    HERE,
+    Backward,
+    ChainCopy,
+    ChainPolicy,
+    ChainStore,
+    Forward,
+    Layer,
+    Record,
+    comes_back,
+    decider,
+    time_per_byte,
+)
 from scrimp._decision import KEEP, Decision
 from scrimp._loops.schedule import sweep
 from scrimp._statistics import Ledger, State, Statistics
-from scrimp.errors import BudgetError, ChainError, LayerOrderError, MissingInputError, PolicyError, UnknownLayerError
+from scrimp.errors import (
+    BudgetError,
+    ChainError,
+    LayerOrderError,
+    MissingInputError,
+    StoreError,
+    UnknownLayerError,
+)
 
-Forward = Callable[[Any], Any]
-Backward = Callable[[Any, Any], Any]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What a policy is told of a layer's input."""
-
-    layer_id: Hashable
-    index: int
-    """How many layers of the chain came before it."""
-    nbytes: int
-    cost: float
-    """Seconds to have the input back from what is kept now."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise PolicyError(
-            f"a layer of a ManualChain has layer_id, index, nbytes and cost; this policy asks for its {name!r}, which "
-            "only values of a session have. Use KeepAll, KeepNone, EveryN, Selective, Online, or a callable"
-        )
-
-
-class ChainPolicy(Protocol):
-    """Anything that decides about layers: a policy of :mod:`scrimp.policy` that looks at no operators, or your own."""
-
-    def decide(self, layer: Any, /) -> Decision:
-        """Answer for the input of a layer."""
-
-
-@dataclass(eq=False, slots=True)
-class _Record:
-    """One layer that was run forward and not yet backward."""
-
-    layer_id: Hashable
-    index: int
-    nbytes: int
-    before: _Record | None
-    """The layer whose output is this one's input, as long as that can be run again."""
-    forward_fn: Forward
-    seconds: float = 0.0
-    state: State = State.ABSENT
-    x: Any = None
-    standing: bool = field(default=True)
-    """Whether it is in the chain still."""
+if TYPE_CHECKING:
+    from scrimp.store import Store
 
 
 @final
@@ -78,6 +54,9 @@ class ManualChain:
             ``KEEP`` or ``DROP``. By default everything is kept that the budget has room for.
         budget: Bytes that kept inputs may have together; over it, the least worthy go: those that are the cheapest per
             byte to have back, unless the policy says otherwise (``Online(..., evict="oldest")``).
+        store: Where inputs go that the budget has no room for, as far as it takes them: a store of
+            :mod:`scrimp.store`, for NumPy arrays and tensors in one piece, or any object with the methods of
+            ``ChainStore``.
 
     Example:
         >>> import numpy as np, scrimp
@@ -98,18 +77,22 @@ class ManualChain:
     """
 
     def __init__(
-        self, policy: ChainPolicy | Callable[[Layer], Decision] | None = None, budget: Budget | None = None
+        self,
+        policy: ChainPolicy | Callable[[Layer], Decision] | None = None,
+        budget: Budget | None = None,
+        store: ChainStore | Store | None = None,
     ) -> None:
-        self._decide = _decider(policy)
-        self._worth: Callable[[Layer], float] = getattr(policy, "worth", _time_per_byte)
+        self._decide = decider(policy)
+        self._worth: Callable[[Layer], float] = getattr(policy, "worth", time_per_byte)
         self._budget: int | None = getattr(policy, "budget", None)
         if budget is not None:
             self._budget = parse_budget(budget)
+        self._store = None if store is None else _for_any_input(store)
         self._enabled = True
         self._turn = threading.RLock()  # held while a layer is computed; never waited for with the other one held
         self._lock = threading.RLock()  # guards what is below; never held while a function of the user's runs
-        self._records: dict[Hashable, _Record] = {}
-        self._latest: tuple[Callable[[], Any], _Record] | None = None
+        self._records: dict[Hashable, Record] = {}
+        self._latest: tuple[Callable[[], Any], Record] | None = None
         self._ledger = Ledger()
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -139,7 +122,7 @@ class ManualChain:
                 self._latest = _reference(y), record
             return y
 
-    def _new(self, layer_id: Hashable, x: Any, forward_fn: Forward) -> _Record:
+    def _new(self, layer_id: Hashable, x: Any, forward_fn: Forward) -> Record:
         try:
             nbytes = operator.index(x.nbytes)
         except (AttributeError, TypeError):
@@ -157,13 +140,13 @@ class ManualChain:
             if self._latest is not None:
                 output, made_by = self._latest
                 before = made_by if made_by.standing and output() is x else None
-            if before is None:
+            if before is None and self._store is None:
                 self._check_room(nbytes)
-            return _Record(layer_id, len(self._records), nbytes, before, forward_fn)
+            return Record(layer_id, len(self._records), nbytes, before, forward_fn)
 
     def _check_room(self, nbytes: int) -> None:
         """Raise if an input that cannot be computed again has no room beside the others of that kind."""
-        needed = nbytes + sum(one.nbytes for one in self._kept() if not _comes_back(one))
+        needed = nbytes + sum(one.nbytes for one in self._kept() if not comes_back(one))
         if self._budget is not None and needed > self._budget:
             raise BudgetError(
                 f"inputs that cannot be computed again have {format_bytes(needed)} together, the budget is "
@@ -171,17 +154,22 @@ class ManualChain:
                 smallest=needed,
             )
 
-    def _add(self, record: _Record, x: Any) -> None:
+    def _add(self, record: Record, x: Any) -> None:
         if record.before is not None and not record.before.standing:
             record.before = None  # removed by another thread meanwhile
         wanted = record.before is None or not self._enabled or self._decide(self._layer(record)) is KEEP
         fits = wanted and self._make_room(record)
+        copy = self._store.put(x) if self._store is not None and wanted and not fits else None
+        if record.before is None and not fits and copy is None:
+            self._check_room(record.nbytes)
         self._records[record.layer_id] = record
         self._ledger.made.enter(record.nbytes)
         if fits:
             self._set(record, State.KEPT, x)
+        elif copy is not None:
+            self._set(record, State.STORED, None, copy)
         else:
-            self._set(record, State.EVICTED if wanted else State.DROPPED, None)
+            self._set(record, State.EVICTED if wanted else State.DROPPED)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -214,12 +202,22 @@ class ManualChain:
                     self._forget(record)
             return grad_input
 
-    def _input_of(self, record: _Record) -> Any:
+    def _input_of(self, record: Record) -> Any:
         """Return the layer's input, computing it from the nearest one that is kept."""
         with self._lock:
             path = self._path(record)
-            x = path[0].x
             retain = self._worth_retaining(path)
+            x, copy = path[0].x, path[0].copy
+        if copy is not None:
+            try:
+                x = copy.fetch()
+            except StoreError:
+                with self._lock:
+                    if path[0].copy is copy:
+                        if not comes_back(path[0]):
+                            raise
+                        self._set(path[0], State.EVICTED)
+                return self._input_of(record)
         for one, following in pairwise(path):
             start = time.perf_counter()
             x = one.forward_fn(x)
@@ -232,10 +230,10 @@ class ManualChain:
         return x
 
     @staticmethod
-    def _path(record: _Record) -> list[_Record]:
+    def _path(record: Record) -> list[Record]:
         """Return the layers from the nearest kept input down to ``record``."""
         path = [record]
-        while path[-1].state is not State.KEPT:
+        while path[-1].state not in HERE:
             before = path[-1].before
             if before is None:
                 raise MissingInputError(
@@ -247,7 +245,7 @@ class ManualChain:
         path.reverse()
         return path
 
-    def _worth_retaining(self, path: list[_Record]) -> set[_Record]:
+    def _worth_retaining(self, path: list[Record]) -> set[Record]:
         """Choose the inputs on the way that are kept, spread such that the fewest layers have to run again later."""
         between = path[1:-1]
         if self._budget is None:
@@ -269,9 +267,9 @@ class ManualChain:
             return len(self._records)
 
     def has(self, layer_id: Hashable) -> bool:
-        """Whether the input of this layer is kept, so that its backward need compute nothing again."""
+        """Whether the input of this layer is kept or stored, so that its backward need compute nothing again."""
         with self._lock:
-            return layer_id in self._records and self._records[layer_id].state is State.KEPT
+            return layer_id in self._records and self._records[layer_id].state in HERE
 
     def remove(self, layer_id: Hashable) -> None:
         """Take a layer out of the chain, with its input. Inputs behind it can then not be computed through it."""
@@ -310,7 +308,8 @@ class ManualChain:
             before = self._budget
             self._budget = None if budget is None else parse_budget(budget)
             try:
-                self._check_room(0)
+                if self._store is None:
+                    self._check_room(0)
             except BudgetError:
                 self._budget = before
                 raise
@@ -323,7 +322,7 @@ class ManualChain:
 
     # -- keeping and letting go -------------------------------------------------------------------------------------
 
-    def _find(self, layer_id: Hashable) -> _Record:
+    def _find(self, layer_id: Hashable) -> Record:
         record = self._records.get(layer_id)
         if record is None:
             known = ", ".join(repr(one) for one in list(self._records)[-4:]) or "none"
@@ -333,28 +332,30 @@ class ManualChain:
             )
         return record
 
-    def _forget(self, record: _Record) -> None:
+    def _forget(self, record: Record) -> None:
         del self._records[record.layer_id]
         record.standing = False
-        self._set(record, State.ABSENT, None)
+        self._set(record, State.ABSENT)
         self._ledger.made.leave(record.nbytes)
         for one in self._records.values():
             if one.before is record:
                 one.before = None
 
-    def _set(self, record: _Record, state: State, x: Any) -> None:
+    def _set(self, record: Record, state: State, x: Any = None, copy: ChainCopy | None = None) -> None:
+        if record.copy is not None:
+            record.copy.discard()
         self._ledger.move(record.nbytes, record.state, state)
-        record.state = state
-        record.x = x
+        record.state, record.x, record.copy = state, x, copy
 
     def _has_room(self, nbytes: int) -> bool:
         return self._budget is None or self._ledger.kept.bytes + nbytes <= self._budget
 
-    def _make_room(self, coming: _Record | None = None) -> bool:
+    def _make_room(self, coming: Record | None = None) -> bool:
         """Let go of as many inputs as it takes, the least worthy first. False: that is the one for which it is made."""
+        refused: set[Record] = set()
         while not self._has_room(coming.nbytes if coming else 0):
-            able = [one for one in self._kept() if _comes_back(one)]
-            if coming is not None and coming.before is not None:
+            able = [one for one in self._kept() if one not in refused and (self._store or comes_back(one))]
+            if coming is not None and (self._store or coming.before is not None):
                 able.append(coming)
             if not able:
                 break  # what is left cannot be computed again
@@ -362,46 +363,30 @@ class ManualChain:
             least = min(able, key=lambda one: worths[one])
             if least is coming:
                 return False
-            self._set(least, State.EVICTED, None)
+            copy = self._store.put(least.x) if self._store is not None else None
+            if copy is not None:
+                self._set(least, State.STORED, None, copy)
+            elif comes_back(least):
+                self._set(least, State.EVICTED)
+            else:
+                refused.add(least)
         return True
 
-    def _kept(self) -> list[_Record]:
+    def _kept(self) -> list[Record]:
         return [one for one in self._records.values() if one.state is State.KEPT]
 
-    def _layer(self, record: _Record) -> Layer:
+    def _layer(self, record: Record) -> Layer:
         seconds, before = 0.0, record.before
         while before is not None:
             seconds += before.seconds
-            before = None if before.state is State.KEPT else before.before
+            before = None if before.state in HERE else before.before
         return Layer(record.layer_id, record.index, record.nbytes, seconds)
 
 
-def _comes_back(record: _Record) -> bool:
-    """Tell whether the input could be computed from another that is kept."""
-    before = record.before
-    while before is not None and before.state is not State.KEPT:
-        before = before.before
-    return before is not None
+def _for_any_input(store: ChainStore | Store) -> ChainStore:
+    from scrimp._chain_store import arrays_in  # imports torch, which chains without a store do without
 
-
-def _time_per_byte(layer: Layer) -> float:
-    return layer.cost / max(layer.nbytes, 1)
-
-
-def _decider(policy: ChainPolicy | Callable[[Layer], Decision] | None) -> Callable[[Layer], Decision]:
-    if policy is None:
-        return lambda layer: KEEP
-    decide = getattr(policy, "decide", policy)
-    if isinstance(policy, type) or not callable(decide):
-        raise PolicyError(f"need a policy, such as EveryN(4), or a callable; have {policy!r}")
-
-    def checked(layer: Layer) -> Decision:
-        answer = decide(layer)
-        if not isinstance(answer, Decision):
-            raise PolicyError(f"a policy must answer with policy.KEEP or policy.DROP, {policy!r} gave {answer!r}")
-        return answer
-
-    return checked
+    return arrays_in(store)
 
 
 def _reference(y: Any) -> Callable[[], Any]:

@@ -20,6 +20,7 @@ from scrimp.errors import (
     MissingInputError,
     PolicyError,
     ScrimpError,
+    StoreError,
     UnknownLayerError,
 )
 from scrimp.policy import DROP, KEEP, EveryN, KeepAll, KeepNone, KeepOps, Online, Selective
@@ -306,3 +307,66 @@ def test_no_torch() -> None:
     """A fresh interpreter that imports the chain and the schedules has no torch afterwards."""
     assert scrimp.__file__ is not None
     subprocess.run([sys.executable, "-c", PROGRAM, str(Path(scrimp.__file__).parent)], check=True)
+
+
+@pytest.mark.parametrize("budget", [1, 130])
+@pytest.mark.parametrize("disk", [False, True])
+def test_inputs_wait_in_a_store(budget: int, disk: bool, tmp_path: Path) -> None:
+    """What the budget has no room for goes into the store, and nothing is computed again."""
+    store = scrimp.store.Disk(tmp_path) if disk else scrimp.store.Host()
+    chain = ManualChain(budget=budget, store=store)
+    assert np.array_equal(run(chain), plain())
+    statistics = chain.statistics()
+    assert statistics.kept.peak_bytes <= budget
+    assert statistics.stored.peak_bytes >= (LAYERS - 3) * 40
+    assert statistics.replayed_operators == 0
+    assert store.statistics.held.bytes == 0
+
+
+def test_a_full_store_is_filled_and_the_rest_is_computed_again() -> None:
+    """Budget and store together."""
+    store = scrimp.store.Host(100)
+    chain = ManualChain(budget=90, store=store)
+    assert np.array_equal(run(chain), plain())
+    assert chain.statistics().stored.peak_bytes == 80
+    assert chain.statistics().replayed_operators > 0
+
+
+def test_layouts_come_back_from_a_store() -> None:
+    """Columns first stays columns first; what is not one piece of memory is computed again."""
+    chain = ManualChain(budget=1, store=scrimp.store.Host())
+    x = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    chain.forward("fortran", x, square_forward)
+    seen: list[np.ndarray] = []
+    chain.backward("fortran", x, square_forward, lambda x, grad: seen.append(x))
+    assert np.array_equal(seen[0], x)
+    assert seen[0].strides == x.strides
+    with pytest.raises(BudgetError):
+        chain.forward("strided", np.arange(12.0)[::2], square_forward)
+
+
+def test_a_lost_copy_is_computed_again() -> None:
+    """A store of one's own that loses what it was given."""
+
+    class Copy:
+        def __init__(self, x: np.ndarray, lost: bool) -> None:
+            self.x, self.lost = x, lost
+
+        def fetch(self) -> np.ndarray:
+            if self.lost:
+                raise StoreError("lost")
+            return self.x
+
+        def discard(self) -> None:
+            pass
+
+    class Losing:
+        taken = 0
+
+        def put(self, x: np.ndarray) -> Copy:
+            self.taken += 1
+            return Copy(x, lost=self.taken > 1)
+
+    chain = ManualChain(budget=1, store=Losing())
+    assert np.array_equal(run(chain), plain())
+    assert chain.statistics().replayed_operators > 0
