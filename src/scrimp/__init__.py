@@ -8,6 +8,7 @@ from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
 from scrimp._engine.profile import NodeRun, NodeTotal, Profile
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
+from scrimp._limit import BudgetSession, limit
 from scrimp._loops.api import scan
 from scrimp._loops.progress import Phase, Progress
 from scrimp._plan import Plan
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BudgetSession",
     "Cancellation",
     "ManualChain",
     "NodeRun",
@@ -47,6 +49,7 @@ __all__ = [
     "frontier",
     "implicit",
     "jacobian",
+    "limit",
     "parallel",
     "plan",
     "planning",

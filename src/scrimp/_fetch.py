@@ -56,6 +56,7 @@ def fetched(value: Value, recorder: Recorder, for_replay: bool = False) -> Tenso
         value.stream = stream_of(value.device)
         value.ready = ready_now(value.device)
         value.replayed = True
+        value.scope.offer(value)
         if task != -1:
             recorder.drop_again_after(task, {value})
     return tensor

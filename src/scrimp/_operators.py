@@ -38,6 +38,7 @@ class Operator:
     """The facts about one operator overload."""
 
     func: OpOverload
+    name: str
     kind: Kind
     writes: tuple[int | str, ...]
     """Positions (or keyword names) of the arguments that it writes."""
@@ -158,6 +159,7 @@ def _describe(func: OpOverload) -> Operator:
     is_out = bool(writes) and any(argument.is_out for argument in func._schema.arguments)
     return Operator(
         func=func,
+        name=str(func),
         kind=_kind(func, writes),
         writes=writes,
         overwrites=packet in _OVERWRITING or is_out,

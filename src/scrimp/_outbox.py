@@ -78,7 +78,7 @@ class Outbox:
         unplanned = [one for one in self._leaving if one.tensor is not None and one.timing is None]
         on_the_way = sum(one.nbytes for one in unplanned)
         for oldest in unplanned:
-            if on_the_way <= store.window:
+            if on_the_way <= store.window and value.scope.room() != 0:
                 break
             on_the_way -= oldest.nbytes
             self.finish(oldest)

@@ -115,11 +115,15 @@ class Recorder:
         value = self._enter(tensor, None, 0)
         value.external = external
         if external:
-            value.rooted = True
             self.scope.place_input(value, tensor)
-            alias = share(tensor)
-            value.hold(alias, alias)
+            self._root(value, tensor)
         return value
+
+    def _root(self, value: Value, tensor: Tensor) -> None:
+        """Hold a value for as long as the session is open."""
+        value.rooted = True
+        alias = share(tensor)
+        value.hold(alias, alias)
 
     def _enter(self, tensor: Tensor, call: Call | None, index: int) -> Value:
         """Say that ``tensor``'s storage holds a new value from now on."""
@@ -136,6 +140,12 @@ class Recorder:
             before.storage = None
             value.seen = max(value.seen, before.seen)
         self._values[address] = value
+        policy = self.scope.control.policy
+        if policy.foresees:
+            place = (self._sequence - 1, index)
+            value.pinned = policy.will_keep(place)
+            if policy.will_need(place):
+                self._root(value, tensor)
         if call is not None:
             call.outputs.append(weakref.ref(value))
         return value
@@ -186,7 +196,7 @@ class Recorder:
             except _UnrepeatableError:
                 call = None
             external = [self._before_write(tensor) for tensor in written]
-        result = facts.func(*args, **kwargs)
+        result = self._execute(facts.func, args, kwargs)
         results = list(tensors_in(result))
         if call is not None and results and not facts.repeats_on(results[0].device):
             call = None
@@ -201,6 +211,10 @@ class Recorder:
                 if call is None:
                     value.made_at = self._sequence
         return result
+
+    def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that makes something."""
+        return func(*args, **kwargs)
 
     def _note(
         self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
@@ -279,9 +293,8 @@ class Recorder:
         if call is None:
             value.made_at = self._sequence
         if external:
-            value.external = value.rooted = True
-            alias = share(tensor)
-            value.hold(alias, alias)
+            value.external = True
+            self._root(value, tensor)
         return value
 
 

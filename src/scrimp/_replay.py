@@ -62,6 +62,31 @@ class Replay:
                 if value is not None:
                     yield value
 
+    def bytes_needed(self) -> int:
+        """Return the most bytes that its results and intermediates take at once, if none but the target stays."""
+        reads = Counter(self._reads)
+        level = peak = 0
+        for call in self.calls:
+            made = [value for ref in call.outputs if (value := ref()) is not None]
+            level += sum(value.nbytes for value in made)
+            peak = max(peak, level)
+            for value in made:
+                if value is not self.target and not reads[value]:
+                    level -= value.nbytes
+            for value in call.inputs:
+                if not value.at_hand:
+                    reads[value] -= 1
+                    if not reads[value] and value is not self.target:
+                        level -= value.nbytes
+        return peak
+
+    def starts(self) -> Iterator[Value]:
+        """Yield the values that it starts from."""
+        for call in self.calls:
+            for source in call.inputs:
+                if source.at_hand:
+                    yield source
+
     def timed(self, keep: Set[Value]) -> tuple[dict[Value, Tensor], float]:
         """Run it and say how many seconds the host spent on that."""
         start = time.perf_counter()

@@ -161,8 +161,9 @@ def _keep_for_good(value: Value, tensor: Tensor) -> None:
 def _bring_back(target: Value, recorder: Recorder) -> Tensor:
     replay = _ready_to_run(target, recorder)
     task = torch._C._current_graph_task_id()
-    keep = _worth_keeping(replay) if task != -1 else set()
-    results, seconds = replay.timed(keep)
+    with target.scope.room_for(replay):
+        keep = _worth_keeping(replay) if task != -1 else set()
+        results, seconds = replay.timed(keep)
     if task == -1:
         _send_back(replay)
     ledger = target.scope.ledger

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
 from scrimp.policy import DROP, KEEP, Candidate, Policy
 from scrimp.store import Store
+
+if TYPE_CHECKING:
+    from scrimp._replay import Replay
 
 
 @dataclass(slots=True)
@@ -68,6 +73,8 @@ class Scope:
         value.store = answer if isinstance(answer, Store) else None
         if value.store is not None:
             value.timing = self.control.policy.timing(Candidate(value))
+            if value.tensor is not None:
+                self.outbox.add(value)
         value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
         value.move_to(self)
 
@@ -102,19 +109,36 @@ class Scope:
         self._unrated.append(value)
         while (excess := self._excess(value)) > 0:
             chosen = self._choose(excess, value)
-            if value in chosen and (value.secured or secure(value)):
-                return False
-            evicted = [one for one in chosen if one is not value and (one.secured or secure(one))]
-            for one in evicted:
-                one.let_go(evicted=True)
-            if not evicted:
+            if value in chosen:
+                value.store = self.control.policy.evicted(Candidate(value))
+                if value.store is not None:
+                    return True  # it leaves as soon as it is held
+                if value.secured or secure(value):
+                    return False
+            gone = [one for one in chosen if one is not value and self._send_or_drop(one)]
+            if not gone:
                 break  # of what is kept, nothing is left that could be had again
         return True
+
+    def _send_or_drop(self, value: Value) -> bool:
+        """Send a kept value away, or drop it; tell whether it is gone."""
+        if value.copy is None:
+            value.store = self.control.policy.evicted(Candidate(value))
+            if value.store is not None:
+                self.outbox.add(value)
+                self.outbox.finish(value)
+        if value.tensor is not None and (value.copy is not None or value.secured or secure(value)):
+            value.let_go(evicted=value.copy is None)
+        return value.tensor is None
 
     def offer(self, value: Value) -> None:
         """Add a value that is kept again, after a replay, to those that can be evicted."""
         if self.control.policy.budget is not None:
             self._unrated.append(value)
+
+    def room_for(self, replay: Replay) -> AbstractContextManager[None]:
+        """Have room for a replay that runs inside the block. There is nothing to do unless a device is watched."""
+        return nullcontext() if self.parent is None else self.parent.room_for(replay)
 
     def _excess(self, coming: Value) -> int:
         budget = self.control.policy.budget
@@ -125,7 +149,7 @@ class Scope:
         worth = self.control.policy.worth(Candidate(value))
         heapq.heappush(self._evictable, (worth, self._rated, value))
 
-    def _choose(self, excess: int, coming: Value) -> list[Value]:
+    def _choose(self, excess: int, coming: Value | None) -> list[Value]:
         """Pick the least worthy values that together have at least ``excess`` bytes."""
         # Nothing is rated before a budget is full for the first time.
         for value in self._unrated:

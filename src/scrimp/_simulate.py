@@ -133,6 +133,20 @@ def fixed_values(facts: Index, decisions: Mapping[int, Decision]) -> list[bool]:
     return fixed
 
 
+def sources(facts: Index, fixed: list[bool]) -> set[int]:
+    """The values made during the step from which the replays of what is not ``fixed`` start."""
+    needed = [not fixed[value] and facts.saved_at[value] >= 0 for value in range(len(fixed))]
+    found: set[int] = set()
+    for op in range(len(facts.reads) - 1, -1, -1):
+        if any(needed[value] for value in facts.outputs[op]):
+            for value in facts.reads[op]:
+                if fixed[value]:
+                    found.add(value)
+                else:
+                    needed[value] = True
+    return found
+
+
 def simulate_index(facts: Index, decisions: Mapping[int, Decision]) -> Timeline:
     """:func:`simulate` for decisions that are known to be possible."""
     machine = _Machine(facts, decisions)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ._budget import format_bytes
 from ._simulate import Timeline
 from ._trace import Release, Run, Trace, Unpack
 
-__all__ = ["Standing", "name_moment", "standing"]
+__all__ = ["Standing", "lines_of", "name_moment", "standing"]
+
+_NAMED = 6  # how many things an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,16 @@ def _value(trace: Trace, value: int) -> str:
 
 def _label(name: str, module: str) -> str:
     return f"{name} ({module})" if module else name
+
+
+def lines_of(parts: Iterable[Standing]) -> str:
+    """A line for each of the largest things, with what one operator made in many modules in one."""
+    modules: dict[str, list[Standing]] = {}
+    for part in parts:
+        modules.setdefault(part.name, []).append(part)
+    lines = []
+    for name, same in sorted(modules.items(), key=lambda item: -sum(part.nbytes for part in item[1])):
+        where = f" ({same[0].module})" if same[0].module else ""
+        total = format_bytes(sum(part.nbytes for part in same))
+        lines.append(f"  {total:>12}  {name}{where if len(same) == 1 else f' in {len(same)} modules'}")
+    return "\n".join(lines[:_NAMED])

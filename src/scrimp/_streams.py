@@ -42,8 +42,8 @@ def ready_now(device: torch.device) -> Ready | None:
 
 def wait_until(ready: Ready | None, tensor: Tensor) -> None:
     """Have the current stream wait for a value that another one computed."""
-    if ready is None:
-        return
+    if ready is None or not tensor.is_cuda:
+        return  # some results of a CUDA operator are on the host, such as an attention kernel's seed
     here = torch.cuda.current_stream(tensor.device)
     if here != ready.stream:
         here.wait_event(ready.event)

@@ -1,198 +1,137 @@
-"""Tracing: running a step once to write down what it does, as the data that plans are made from.
+"""Tracing: writing down what a training step does, as the data that plans are made from.
 
-The forward pass runs twice. The first time nothing that autograd saves is held, which shows how long each value lives
-of its own accord; the second time everything is, and backward shows what it asks for, when, and what it takes itself.
+The mode that sees every operator stays on from the first operator of the forward pass to the end of backward, which
+engine threads inherit. So it also sees a loss that is computed outside of the model, and backward's own memory.
 """
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from scrimp._geometry import is_plain
-from scrimp._operators import Operator
-from scrimp._record import Recorder, RecordMode, tensors_in
-from scrimp._saved import Handle, Hooks
-from scrimp._scope import Control, Scope
-from scrimp._trace import Event, Op, Release, Resident, Run, Trace, Unpack
-from scrimp._trace import Value as TracedValue
-from scrimp._value import Call, Value
-from scrimp.errors import TraceError
+from scrimp._ambient import Ambient
+from scrimp._limiter import Limiter
+from scrimp._meter import CAPTURED, Before, look_before, meter_for
+from scrimp._record import replaying
+from scrimp._scope import Control
+from scrimp._step_recorder import StepHooks, StepRecorder
+from scrimp._trace import Resident, Trace
+from scrimp.errors import BudgetError, TraceError
 from scrimp.policy import EveryN
 
 
-@dataclass(slots=True)
-class _Draft:
-    """What is known so far of a step."""
+class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every operator of a step to its recorder."""
 
-    values: list[TracedValue] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
-    saves: list[list[int]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    external_bytes: int = 0
-    kept_for_good: set[int] = field(default_factory=set)
-
-
-class _TracingRecorder(Recorder):
-    """A recorder that writes down each operator, in the words of a trace."""
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__(scope)
-        self.draft = _Draft()
-        self.ids: dict[Value, int] = {}
-        self._adopting = False
-        self._calls: list[Call | None] = []
-        """How to repeat each of the values that the operator made that runs now."""
-
-    def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        draft = self.draft
-        number = len(draft.ops)
-        reads: dict[int, None] = {}
-        for tensor in tensors_in([*args, *kwargs.values()]):
-            if tensor.is_cuda:
-                raise TraceError("need a step on the CPU, have a CUDA tensor: times are taken by the host's clock")
-            if is_plain(tensor):
-                reads[self.ids[self.find(tensor)]] = None
-        draft.ops.append(Op(str(facts.func), "", tuple(reads), (), 0.0, replayable=False))
-        draft.saves.append([])
-        self._calls.clear()
-        start = time.perf_counter()
-        result = super()._compute(facts, args, kwargs)
-        seconds = time.perf_counter() - start
-        call = self._calls[0] if self._calls and all(self._calls) else None
-        if call is not None:
-            still_read = {self.ids[value] for value in call.inputs}
-            reads = {value: None for value in reads if value in still_read}
-        draft.ops[number] = replace(draft.ops[number], reads=tuple(reads), seconds=seconds, replayable=call is not None)
-        return result
-
-    def _enter(self, tensor: Tensor, call: Call | None, index: int) -> Value:
-        before = self._values.get(tensor.untyped_storage()._cdata)
-        value = super()._enter(tensor, call, index)
-        self.ids[value] = len(self.draft.values)
-        if self._adopting or (before is not None and before.external):
-            self.draft.values.append(TracedValue(value.nbytes, None))
-            if before is None:
-                self.draft.external_bytes += value.nbytes
-            return value
-        number = len(self.draft.ops) - 1
-        self._calls.append(call)
-        overwrites = None
-        if before is not None:
-            old = self.ids[before]
-            if call is not None and before in call.inputs:
-                overwrites, last = old, number
-            else:  # what it wrote over was not read: as good as memory of its own
-                last = max(number - 1, self.draft.values[old].op or 0)
-            self.draft.values[old] = replace(self.draft.values[old], dies_after=last)
-        self.draft.values.append(TracedValue(value.nbytes, number, index, overwrites))
-        return value
-
-    def _adopt(self, tensor: Tensor, external: bool) -> Value:
-        self._adopting = True
-        try:
-            return super()._adopt(tensor, external)
-        finally:
-            self._adopting = False
-
-    def _forget(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
-        value = self._values.get(ref.address)  # type: ignore[attr-defined]
-        if value is not None:
-            number = self.ids[value]
-            traced = self.draft.values[number]
-            if traced.op is not None:
-                self.draft.values[number] = replace(traced, dies_after=max(traced.op, len(self.draft.ops) - 1))
-        super()._forget(ref)
-
-
-class _TracingHooks(Hooks):
-    """Hooks that write down what is saved, asked for, and released."""
-
-    def __init__(self, recorder: _TracingRecorder, scope: Scope, backward: _BackwardMode) -> None:
-        super().__init__(recorder, scope)
-        self._tracing = recorder
-        self._backward = backward
-
-    def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
-        super()._save(value, tensor, by_function)
-        number = self._tracing.ids[value]
-        if by_function:
-            self._tracing.draft.kept_for_good.add(number)
-        if self._tracing.draft.values[number].op is not None:
-            self._tracing.draft.saves[-1].append(number)
-
-    def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Handle):
-            self._note(Unpack, packed.value)
-        return super().unpack(packed)
-
-    def _note(self, kind: type[Unpack] | type[Release], value: Value) -> None:
-        number = self._tracing.ids[value]
-        if self._tracing.draft.values[number].op is not None:
-            self._backward.close()
-            self._tracing.draft.events.append(kind(number))
-
-
-class _BackwardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures what backward nodes take: time, and bytes of storages that they make."""
-
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._events = events
-        self._level = self._start_level = self._peak = 0
-        self._start = 0.0
-        self._node: Any = None
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._recorder = recorder
+        self.inside = False
+        """Code that a plan can decide about is running."""
+        self.closed = False
+        """It has seen its step, or failed, and only waits for a chance to leave."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self.close()
-            self._node = node
-        older = {t.untyped_storage()._cdata for t in tensors_in([*args, *(kwargs or {}).values()]) if is_plain(t)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            if is_plain(tensor):
-                self._made(tensor.untyped_storage(), older)
-        return result
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.closed or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                return NotImplemented
+        try:
+            return self._watched(func, args, kwargs)
+        except BudgetError:
+            self.closed = True
+            raise
 
-    def _made(self, storage: torch.UntypedStorage, older: set[int]) -> None:
-        address, nbytes = storage._cdata, storage.nbytes()
-        if address in older or address in self._alive:
-            return
+    def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        recorder = self._recorder
+        if replaying.active:
+            return recorder.backward.replay(func, args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            return recorder.backward.run(func, args, kwargs)
+        if recorder.draft.events and not self.inside:
+            self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
+            return func(*args, **kwargs)
+        return recorder.run(func, args, kwargs)
 
-        def died(_: object) -> None:
-            del self._alive[address]
-            self._level -= nbytes
 
-        self._alive[address] = weakref.ref(storage, died)
-        self._level += nbytes
-        self._peak = max(self._peak, self._level)
+@final
+class Tracing:
+    """A step that is being recorded, and held under a budget if there is one, until it is told to leave."""
 
-    def begin(self) -> None:
-        """Start the clock."""
-        self._start = time.perf_counter()
+    def __init__(self, limiter: Limiter, before: Before) -> None:
+        self.recorder = StepRecorder(limiter, before)
+        self._mode = StepMode(self.recorder)
+        self._hooks = StepHooks(self.recorder, limiter)
+        self._ambient = Ambient(self._mode, self._hooks.pack, self._hooks.unpack)
 
-    def close(self) -> None:
-        """Write down what happened since the last event."""
-        now = time.perf_counter()
-        net = self._level - self._start_level
-        peak = self._peak - self._start_level
-        if self._node is not None or net or peak:
-            name = type(self._node).__name__ if self._node is not None else "autograd"
-            self._events.append(Run(name, "", now - self._start, max(peak, net, 0), net))
-        self._node = None
-        self._start_level = self._peak = self._level
-        self._start = now
+    @contextmanager
+    def span(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Record what runs in the block as something that a plan can decide about."""
+        ops = self.recorder.draft.ops
+        first = len(ops)
+        self._mode.inside = True
+        self._ambient.enter()
+        try:
+            with ExitStack() as stack:
+                if not self._ambient.hooks_are_on:
+                    stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
+                stack.enter_context(_paths(module, self.recorder))
+                yield
+        finally:
+            self._mode.inside = False
+        self.recorder.draft.spans.append((first, len(ops)))
+
+    def finished(self) -> Trace:
+        """Return the trace of what was recorded."""
+        recorder = self.recorder
+        found = Resident(CAPTURED, recorder.found_bytes)
+        parts = (*recorder.before.parts, *((found,) if found.nbytes else ()))
+        return recorder.draft.finished(recorder.limiter.meter, parts)
+
+    def leave(self) -> None:
+        """Stop recording, and forget every storage."""
+        self._mode.closed = True
+        self._ambient.leave()
+        self.recorder.look_for_deaths()
+        self.recorder.close()
+
+
+@contextmanager
+def _paths(module: nn.Module | None, recorder: StepRecorder) -> Iterator[None]:
+    """Tell the recorder the path of the module that is running."""
+    stack: list[str] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            stack.append(recorder.module)
+            recorder.module = path
+
+        return hook
+
+    def leave(*_: object) -> None:
+        recorder.module = stack.pop() if stack else ""
+
+    with ExitStack() as hooks:
+        for path, child in module.named_modules() if module is not None else ():
+            if path and not isinstance(child, torch.jit.ScriptModule):
+                hooks.callback(child.register_forward_pre_hook(enter(path)).remove)
+                hooks.callback(child.register_forward_hook(leave, always_call=True).remove)
+        try:
+            yield
+        finally:
+            recorder.module = ""
 
 
 def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
@@ -201,17 +140,17 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     Run it in the state in which the planned steps begin: where they start without gradients, so must this.
 
     Args:
-        fn: Computes the loss, a tensor of one element. It runs twice, with the same draws of the default generators;
-            the second time backward follows. Gradients, and the buffers of a module, are put back afterwards.
+        fn: Computes the loss, a tensor of one element. It runs once, and backward follows. The default random
+            generators, and the gradients and buffers of a module, are put back afterwards.
         *args: Passed on to it.
         **kwargs: Passed on to it.
 
     Returns:
-        The trace, for :func:`scrimp.plan`. Times are the host's, so the step must run on the CPU. Memory that an
-        operator uses within itself, such as a convolution's workspace, is not seen.
+        The trace, for :func:`scrimp.plan`. On a GPU, times are the device's and an operator's inner memory is that of
+        PyTorch's allocator; on the CPU times are the host's, and inner memory is not seen.
 
     Raises:
-        TraceError: when the step does something else the second time, or gives no loss to go backward from.
+        TraceError: when the step gives no loss to go backward from.
 
     >>> import torch, scrimp
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -222,65 +161,48 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     ...     loss = model(x).square().mean()
     >>> loss.backward()
     """
-    with _put_back(fn), torch.random.fork_rng(devices=[]):
-        state = torch.default_generator.get_state()
-        first, _ = _forward(fn, args, kwargs, None)
-        torch.default_generator.set_state(state)
-        events: list[Event] = []
-        backward = _BackwardMode(events)
-        draft, loss = _forward(fn, args, kwargs, backward)
-        if [op.name for op in first.ops] != [op.name for op in draft.ops]:
-            raise TraceError("need a step that repeats: its second run called other operators than its first")
-        draft.events = events
-        _go_backward(loss, backward)
-    return _finished(first, draft)
+    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    module = module if isinstance(module, nn.Module) else None
+    device = device_of(module, (args, kwargs))
+    devices = [device] if device.type == "cuda" else []
+    with _put_back(module), torch.random.fork_rng(devices=devices):
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = look_before(device, [module] if module is not None else [], inputs)
+        limiter = Limiter(Control(EveryN(1), verify=False), meter_for(device, 0), budget=None)
+        tracing = Tracing(limiter, before)
+        try:
+            with tracing.span(module):
+                loss = fn(*args, **kwargs)
+            _go_backward(loss, tracing)
+        finally:
+            tracing.leave()
+        return tracing.finished()
 
 
-def _forward(
-    fn: Callable[..., Tensor], args: Any, kwargs: Any, backward: _BackwardMode | None
-) -> tuple[_Draft, Tensor | None]:
-    """Run the forward pass; without ``backward``, nothing that autograd saves is held."""
-    scope = Scope(Control(EveryN(1), verify=False), parent=None)
-    recorder = _TracingRecorder(scope)
-    if backward is None:
-        pack, unpack = (lambda tensor: None), (lambda nothing: nothing)
-    else:
-        hooks = _TracingHooks(recorder, scope, backward)
-        pack, unpack = hooks.pack, hooks.unpack
-        _report_releases(recorder, hooks)
-        recorder.draft.events = backward._events
-    with RecordMode(recorder), saved_tensors_hooks(pack, unpack):
-        loss = fn(*args, **kwargs)
-    recorder.close()
-    return recorder.draft, (loss if backward is not None else None)
+def device_of(module: nn.Module | None, tree: object) -> torch.device:
+    """Return the device that a step runs on: that of the first parameter or input on a GPU, or the CPU."""
+    tensors = [*(module.parameters() if module is not None else ()), *tree_leaves(tree)]
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            return tensor.device
+    return torch.device("cpu")
 
 
-def _report_releases(recorder: _TracingRecorder, hooks: _TracingHooks) -> None:
-    release = recorder.release_handle
-
-    def noted(value: Value) -> None:
-        hooks._note(Release, value)
-        release(value)
-
-    recorder.release_handle = noted  # type: ignore[method-assign]
-
-
-def _go_backward(loss: Tensor | None, backward: _BackwardMode) -> None:
+def _go_backward(loss: Tensor | None, tracing: Tracing) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise TraceError(
             f"need a loss, a tensor of one element that requires grad, to go backward from; have {loss!r:.80}"
         )
-    backward.begin()
-    with backward:
-        torch.autograd.backward(loss)
-    backward.close()
+    tracing.recorder.look_for_deaths()
+    tracing.recorder.backward.begin()
+    torch.autograd.backward(loss)
+    tracing.recorder.backward.close("")
 
 
 @contextmanager
-def _put_back(fn: Callable[..., Any]) -> Iterator[None]:
+def _put_back(module: nn.Module | None) -> Iterator[None]:
     """Leave a module's buffers and gradients as they were."""
-    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    if not isinstance(module, nn.Module):
+    if module is None:
         yield
         return
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -295,36 +217,3 @@ def _put_back(fn: Callable[..., Any]) -> Iterator[None]:
                 buffer.copy_(buffers[name])
         for name, parameter in module.named_parameters():
             parameter.grad = gradients[name]
-
-
-def _finished(first: _Draft, draft: _Draft) -> Trace:
-    newest = _newest_versions(draft.values)
-    values = []
-    for number, value in enumerate(draft.values):
-        death = value.dies_after if newest[number] != number else first.values[number].dies_after
-        values.append(value if value.op is None else replace(value, dies_after=death))
-    ops = [replace(op, saves=()) for op in draft.ops]
-    fixed = {draft.values[number].op for number in draft.kept_for_good}
-    for number, saves in enumerate(draft.saves):
-        for saved in saves:
-            # Of an older version, what autograd saved holds the storage, and so the newest one.
-            last = newest[saved]
-            saved_at = number
-            if last != saved:
-                saved_at = values[last].op or 0
-                fixed.add(saved_at)
-            ops[saved_at] = replace(ops[saved_at], saves=(*ops[saved_at].saves, last))
-    ops = [replace(op, replayable=op.replayable and number not in fixed) for number, op in enumerate(ops)]
-    events = [event if isinstance(event, Run) else replace(event, value=newest[event.value]) for event in draft.events]
-    resident = (Resident("parameters, inputs and what else was there before", draft.external_bytes),)
-    return Trace(tuple(values), tuple(ops), tuple(events), resident)
-
-
-def _newest_versions(values: Sequence[TracedValue]) -> list[int]:
-    """Return, for each value, the last one that was written into its storage."""
-    newest = list(range(len(values)))
-    for number in reversed(range(len(values))):
-        old = values[number].overwrites
-        if old is not None:
-            newest[old] = newest[number]
-    return newest

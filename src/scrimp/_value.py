@@ -91,7 +91,7 @@ class Call:
     @property
     def name(self) -> str:
         """The operator's name, for people."""
-        return str(self.operator.func)
+        return self.operator.name
 
 
 def _gone() -> None:

@@ -15,119 +15,40 @@ A policy is an instance of :class:`Policy` or any callable from :class:`Candidat
 
 from __future__ import annotations
 
-import abc
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
-import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from scrimp._cost import replay_seconds
-from scrimp._decision import DROP as DROP
-from scrimp._decision import KEEP as KEEP
-from scrimp._decision import Decision as Decision
-from scrimp._plan import Decision as PlannedDecision
-from scrimp._plan import Drop, Plan
-from scrimp._plan import Store as PlannedStore
-from scrimp._trace import Trace, Unpack
-from scrimp._value import Timing, Value
+from scrimp._planned import Planned
+from scrimp._policy import DROP, KEEP, Answer, Candidate, Decision, Policy
 from scrimp.errors import PolicyError
 from scrimp.store import Store
 
-Answer = Decision | Store
-"""What a policy says: keep, drop, or where to put it."""
-
-
-class Candidate:
-    """What a policy is told of a value. It is good for the call that it is passed to; do not keep it."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Value) -> None:
-        self._value = value
-
-    @property
-    def index(self) -> int:
-        """How many values of this session were decided before it."""
-        return self._value.number
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which operator of the session made it, counted from 0, and which of that operator's results it is."""
-        return self._value.place
-
-    @property
-    def operator(self) -> OpOverload:
-        """The ATen operator that made it."""
-        assert self._value.call is not None
-        return self._value.call.operator.func
-
-    @property
-    def name(self) -> str:
-        """The operator's name, such as ``aten.mm.default``."""
-        return str(self.operator)
-
-    @property
-    def size(self) -> torch.Size:
-        """The shape that the operator gave it."""
-        return self._value.geometry.size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its elements."""
-        return self._value.geometry.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lives."""
-        return self._value.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its storage."""
-        return self._value.nbytes
-
-    @property
-    def cost(self) -> float:
-        """Seconds to have it back from what is kept now, estimated from shapes for a nominal machine."""
-        return replay_seconds(self._value)
-
-
-class Policy(abc.ABC):
-    """Decides about values."""
-
-    budget: int | None = None
-    """Bytes that the session may keep; what is over that is evicted in the order of :meth:`worth`."""
-
-    @abc.abstractmethod
-    def decide(self, value: Candidate) -> Answer:
-        """Answer for a value that autograd saves for the first time."""
-
-    def passes(self, value: Candidate) -> int:
-        """Say how many replays may compute a dropped value and let it go again before one retains it."""
-        return 0
-
-    def opaque(self, value: Candidate) -> Store | None:
-        """Say where a value goes that autograd saves and that cannot be replayed; None: it is kept.
-
-        It has no ``operator``, ``name`` or ``cost``.
-        """
-        return None
-
-    def inputs(self) -> Store | None:
-        """Say where an activation goes that was made before the session and is used in it; None: it is kept."""
-        return None
-
-    def timing(self, value: Candidate) -> Timing | None:
-        """Say when a value that is stored goes and comes back; None: as the store sees fit."""
-        return None
-
-    def worth(self, value: Candidate) -> float:
-        """Say how much a kept value is worth; over the budget, the least worthy is evicted first."""
-        return value.cost / max(value.nbytes, 1)
+__all__ = [
+    "DROP",
+    "KEEP",
+    "Answer",
+    "Candidate",
+    "Decision",
+    "EveryN",
+    "Evict",
+    "FromFunction",
+    "KeepAll",
+    "KeepNone",
+    "KeepOps",
+    "Online",
+    "Planned",
+    "Policy",
+    "Selective",
+    "StoreAll",
+    "StoreInputs",
+    "StoreLargerThan",
+    "StoreOps",
+    "as_policy",
+]
 
 
 @final
@@ -214,6 +135,10 @@ class Evict(Enum):
 class Online(Policy):
     """Keep everything until ``budget`` bytes are full, then evict as many values as it takes, and no more.
 
+    What is evicted goes to ``store`` if there is one and it has room, and is dropped otherwise. With a store of two
+    tiers, values are on the device, in host memory or on disk, under a limit of bytes each; what does not fit is
+    recomputed.
+
     >>> import torch, scrimp
     >>> x = torch.randn(256, 256, requires_grad=True)
     >>> with scrimp.session(policy=scrimp.policy.Online(600_000)) as session:
@@ -222,7 +147,7 @@ class Online(Policy):
     524288
     """
 
-    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST) -> None:
+    def __init__(self, budget: int, evict: Evict | str = Evict.CHEAPEST, store: Store | None = None) -> None:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
             raise PolicyError(f"Online needs a budget in bytes, 0 or more; has {budget!r}")
         try:
@@ -231,9 +156,11 @@ class Online(Policy):
             names = " or ".join(repr(order.value) for order in Evict)
             raise PolicyError(f"Online needs evict={names}, has {evict!r}") from None
         self.budget = budget
+        self.store = store
 
     def __repr__(self) -> str:
-        return f"Online({self.budget}, evict={self.evict.value!r})"
+        elsewhere = "" if self.store is None else f", store={self.store!r}"
+        return f"Online({self.budget}, evict={self.evict.value!r}{elsewhere})"
 
     def decide(self, value: Candidate) -> Decision:
         """Keep; the session evicts when the budget is full."""
@@ -242,6 +169,10 @@ class Online(Policy):
     def worth(self, value: Candidate) -> float:
         """Time per byte, or age."""
         return float(value.index) if self.evict is Evict.OLDEST else super().worth(value)
+
+    def evicted(self, value: Candidate) -> Store | None:
+        """The store, if there is one."""
+        return self.store
 
 
 @final
@@ -326,97 +257,6 @@ class StoreInputs(Policy):
 
 
 @final
-class Planned(Policy):
-    """Do what a plan says.
-
-    A value that the traced step did not have in the same place is kept, so that a step that departs from its plan stays
-    right; :attr:`departed` says that this happened.
-
-    Args:
-        trace: The step.
-        plan: A plan for it.
-        store: Where the values go that the plan stores.
-    """
-
-    def __init__(self, trace: Trace, plan: Plan, store: Store | None = None) -> None:
-        if plan.fingerprint != trace.fingerprint():
-            raise PolicyError("need a plan for this trace, have one for another: scrimp.plan(trace, budget) makes it")
-        stored = [value for value, decision in plan.decisions.items() if isinstance(decision, PlannedStore)]
-        if stored and store is None:
-            raise PolicyError(
-                f"need a store for the {len(stored)} values that this plan stores, have none: "
-                "Planned(trace, plan, scrimp.store.Host())"
-            )
-        self.store = store
-        self._trace = trace
-        self._plan = plan
-        self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
-        self._timings = _timings(trace, {value: plan.decisions[value] for value in stored})
-        self.departed = False
-        """Whether a step did something else than the traced one."""
-
-    def __repr__(self) -> str:
-        return f"Planned({self._plan})"
-
-    def decide(self, value: Candidate) -> Answer:
-        """Look the value up in the plan."""
-        number = self._number(value)
-        match None if number is None else self._plan.decisions.get(number):
-            case PlannedStore() if self.store is not None:
-                return self.store
-            case Drop():
-                return DROP
-        return KEEP
-
-    def passes(self, value: Candidate) -> int:
-        """Look the value up in the plan."""
-        number = self._number(value)
-        decision = None if number is None else self._plan.decisions.get(number)
-        return decision.passes if isinstance(decision, Drop) else 0
-
-    def opaque(self, value: Candidate) -> Store | None:
-        """Look the value up in the plan."""
-        return None if self._timings.get(self._ids.get(value.place, -1)) is None else self.store
-
-    def timing(self, value: Candidate) -> Timing | None:
-        """Look the value up in the plan."""
-        return self._timings.get(self._ids.get(value.place, -1))
-
-    def _number(self, value: Candidate) -> int | None:
-        op, _ = value.place
-        number = self._ids.get(value.place)
-        if number is not None:
-            same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
-            if same:
-                return number
-        self.departed = True
-        return None
-
-
-def _timings(trace: Trace, stored: Mapping[int, PlannedDecision]) -> dict[int, Timing]:
-    """Translate moments into what a session sees: the operators of forward, and in backward what is unpacked.
-
-    A copy that is to come back before some event does so at the next unpacking of a value that a session recognises;
-    never earlier, so that it takes no memory before its time.
-    """
-    places: list[tuple[tuple[int, int] | None, int]] = [(None, 0)] * (len(trace.events) + 1)
-    turns = Counter(event.value for event in trace.events if isinstance(event, Unpack))
-    for number in range(len(trace.events) - 1, -1, -1):
-        event = trace.events[number]
-        places[number] = places[number + 1]
-        if isinstance(event, Unpack):
-            value = trace.values[event.value]
-            if value.op is not None and trace.ops[value.op].replayable:
-                places[number] = (value.op, value.output), turns[event.value]
-            turns[event.value] -= 1
-    return {
-        value: Timing(decision.free_at, *places[decision.prefetch_at])
-        for value, decision in stored.items()
-        if isinstance(decision, PlannedStore)
-    }
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class FromFunction(Policy):
     """A plain callable as a policy."""
@@ -428,7 +268,8 @@ class FromFunction(Policy):
         answer = self.function(value)
         if not isinstance(answer, (Decision, Store)):
             raise PolicyError(
-                f"a policy must answer with policy.KEEP, policy.DROP or a store, {self.function!r} gave {answer!r}"
+                f"a policy must answer with policy.KEEP or policy.DROP, or with a store; {self.function!r} gave "
+                f"{answer!r}"
             )
         return answer
 

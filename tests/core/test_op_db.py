@@ -80,18 +80,18 @@ def test_an_operator_that_is_not_exact_is_found() -> None:
     assert "operator sin" in error.value.__notes__[0]
 
 
-def dtypes_of(op: OpInfo) -> list[torch.dtype]:
+def dtypes_of(op: OpInfo, device: str = "cpu") -> list[torch.dtype]:
     """The dtypes to try: floating ones, or a complex one where the operator takes nothing else."""
-    supported = op.supported_dtypes("cpu") & op.supported_backward_dtypes("cpu")
+    supported = op.supported_dtypes(device) & op.supported_backward_dtypes(device)
     floating = [dtype for dtype in DTYPES if dtype in supported]
     return floating or [dtype for dtype in (torch.complex128,) if dtype in supported]
 
 
-def samples_of(op: OpInfo, dtype: torch.dtype, most: int | None = None) -> Iterator[SampleInput]:
+def samples_of(op: OpInfo, dtype: torch.dtype, most: int | None = None, device: str = "cpu") -> Iterator[SampleInput]:
     """The database's sample inputs, the same at every call."""
-    torch.default_generator.manual_seed(0)
+    torch.manual_seed(0) if device == "cuda" else torch.default_generator.manual_seed(0)
     # Not `op.sample_inputs`: that searches the stack for a TestCase, which takes 100 ms a call under pytest.
-    return itertools.islice(op.sample_inputs_func(op, "cpu", dtype, requires_grad=True), most)
+    return itertools.islice(op.sample_inputs_func(op, device, dtype, requires_grad=True), most)
 
 
 def assert_operator_is_exact(op: OpInfo, sample: SampleInput, *policies: Callable[[], Any]) -> None:
@@ -169,7 +169,9 @@ def copy_leaf(leaf: object) -> object:
         copy = leaf.detach().clone()
     else:
         storage = leaf.untyped_storage().clone()
-        copy = torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
+        copy = torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(
+            storage, leaf.storage_offset(), leaf.size(), leaf.stride()
+        )
     return copy.requires_grad_(leaf.requires_grad)
 
 

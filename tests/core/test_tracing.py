@@ -253,7 +253,8 @@ def test_trace_and_plan_through_files(tmp_path: Path) -> None:
     case = Case("transformer")
     trace, resident = traced(case)
     trace.save(tmp_path / "trace.json")
-    plan = scrimp.plan(Trace.load(tmp_path / "trace.json"), int(simulate(trace).peak * 0.7))
+    budget = resident + int((simulate(trace).peak - resident) * 0.7)
+    plan = scrimp.plan(Trace.load(tmp_path / "trace.json"), budget)
     plan.save(tmp_path / "plan.json")
     policy = Planned(trace, Plan.load(tmp_path / "plan.json"))
     _, plain = case.measured(KeepAll())
@@ -312,14 +313,6 @@ def test_what_is_no_loss_is_refused() -> None:
         scrimp.trace(lambda: torch.ones(3, requires_grad=True) * 2)
     with pytest.raises(TraceError, match="need a loss"):
         scrimp.trace(lambda: torch.ones(()))
-
-
-def test_a_step_that_does_not_repeat_is_refused() -> None:
-    """The second run must call the operators of the first."""
-    x = torch.ones(3, requires_grad=True)
-    runs = iter((torch.sin, torch.cos))
-    with pytest.raises(TraceError, match="repeats"):
-        scrimp.trace(lambda: next(runs)(x).sum())
 
 
 def test_nodes_are_named() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from .._budget import Budget, format_bytes, parse_budget
 from .._plan import Plan
 from .._simulate import simulate_index
-from .._standing import Standing, name_moment, standing
+from .._standing import lines_of, name_moment, standing
 from .._trace import Trace
 from ..errors import BudgetError
 from ._planner import Planner, Solution
 
 __all__ = ["frontier", "plan"]
-
-_NAMED = 5  # how many things at the peak an error names
 
 
 def plan(trace: Trace, budget: Budget) -> Plan:
@@ -103,24 +101,11 @@ def _infeasible(planner: Planner, smallest: Solution, budget: int) -> BudgetErro
     timeline = simulate_index(planner.facts, smallest.decisions)
     moment = timeline.peak_moment
     slower = smallest.seconds / planner.plain.seconds - 1
-    named = _largest(standing(trace, timeline, moment))
+    named = lines_of(standing(trace, timeline, moment))
     return BudgetError(
         f"No plan fits this step into {format_bytes(budget)}. The smallest budget found to work is "
         f"{format_bytes(smallest.peak)} ({smallest.peak} bytes), {slower:+.0%} time. "
-        f"At its peak ({name_moment(trace, moment)}) there are:\n" + "\n".join(named) + "\n"
+        f"At its peak ({name_moment(trace, moment)}) there are:\n" + named + "\n"
         "Give at least that budget, or make the step smaller: the batch, the inputs, a loss in chunks.",
         smallest=smallest.peak,
     )
-
-
-def _largest(parts: tuple[Standing, ...]) -> list[str]:
-    """A line for each of the largest things, with what one operator made in many modules in one."""
-    modules: dict[str, list[Standing]] = {}
-    for part in parts:
-        modules.setdefault(part.name, []).append(part)
-    lines = []
-    for name, same in sorted(modules.items(), key=lambda item: -sum(part.nbytes for part in item[1])):
-        where = f" ({same[0].module})" if same[0].module else ""
-        total = format_bytes(sum(part.nbytes for part in same))
-        lines.append(f"  {total:>12}  {name}{where if len(same) == 1 else f' in {len(same)} modules'}")
-    return lines[:_NAMED]

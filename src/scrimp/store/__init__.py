@@ -18,5 +18,6 @@ from scrimp.store._account import StoreStatistics
 from scrimp.store._disk import Disk
 from scrimp.store._host import Host
 from scrimp.store._store import Copy, Store
+from scrimp.store._tiers import Tiers
 
-__all__ = ["Copy", "Disk", "Host", "Store", "StoreStatistics"]
+__all__ = ["Copy", "Disk", "Host", "Store", "StoreStatistics", "Tiers"]

@@ -20,6 +20,7 @@ from scrimp.store import _files
 from scrimp.store._account import Span
 from scrimp.store._files import Written
 from scrimp.store._folder import Folder
+from scrimp.store._host import HostCopy
 from scrimp.store._lanes import Landing, Lanes, unseen
 from scrimp.store._memory import Memory, Pool, plain
 from scrimp.store._store import Copy, Store
@@ -74,7 +75,7 @@ class Disk(Store):
         self._staging = Pool(None)
         self._writer = ThreadPoolExecutor(1, "scrimp writes")
         self._reader = ThreadPoolExecutor(1, "scrimp reads")
-        self._writing: deque[_DiskCopy] = deque()
+        self._writing: deque[DiskCopy] = deque()
         self._jobs: list[_Job] = []
         self._refuses: StoreError | None = None
 
@@ -83,20 +84,41 @@ class Disk(Store):
         return f"Disk({str(self._folder.path.parent)!r}{limit})"
 
     def _take(self, content: Tensor) -> Copy | None:
-        if os.getpid() != self._process:
-            raise StoreError(f"{self} belongs to the process that made it; make another in this one")
         nbytes = content.numel()
-        self._look_after_writes(nbytes)
-        if self._refuses or (self.limit is not None and self._account.held.bytes + nbytes > self.limit):
+        if not self._has_room(nbytes):
             return None
         span: Span = 0.0
         memory = Memory((content,))
         if content.device.type != "cpu":
             memory = self._memory_for(nbytes, content.device)
             span = self._lanes.leave(content, memory)
-        copy = _DiskCopy(self, memory, nbytes, content.device, span)
+        return self._copy(memory, nbytes, content.device, span)
+
+    def take_over(self, copy: HostCopy) -> DiskCopy | None:
+        """Write what another store has, and give its memory back then; None where there is no room."""
+        with self._turn:
+            if not self._has_room(copy.nbytes):
+                return None
+            mine = self._copy(*self._surrendered(copy))
+            self._add(mine, scheduled=True)
+            return mine
+
+    @staticmethod
+    def _surrendered(copy: HostCopy) -> tuple[Memory, int, torch.device, Span]:
+        memory, span = copy.surrender()
+        return memory, copy.nbytes, copy.device, span
+
+    def _copy(self, memory: Memory, nbytes: int, device: torch.device, left: Span) -> DiskCopy:
+        copy = DiskCopy(self, memory, nbytes, device, left)
         self._writing.append(copy)
         return copy
+
+    def _has_room(self, nbytes: int) -> bool:
+        if os.getpid() != self._process:
+            raise StoreError(f"{self} belongs to the process that made it; make another in this one")
+        self._look_after_writes(nbytes)
+        within = self.limit is None or self._account.held.bytes + nbytes <= self.limit
+        return within and self._refuses is None
 
     def _memory_for(self, nbytes: int, device: torch.device) -> Memory:
         with unseen():
@@ -112,16 +134,14 @@ class Disk(Store):
             copy.see_to_write()
         for job in self._jobs:
             if job.future.done():
-                self._reuse(job.memory)
+                job.memory.release()
         self._jobs = [job for job in self._jobs if not job.future.done()]
 
-    def _reuse(self, memory: Memory) -> None:
-        if memory.pieces and memory.pieces[0].is_pinned():
-            self._staging.give_back(memory)
-        memory.pieces = ()
 
+@final
+class DiskCopy(Copy):
+    """Bytes in a file, or on their way there."""
 
-class _DiskCopy(Copy):
     __slots__ = ("_disk", "_left", "_memory", "_path", "_read", "_seen", "_write")
 
     def __init__(self, disk: Disk, memory: Memory, nbytes: int, device: torch.device, left: Span) -> None:
@@ -142,7 +162,7 @@ class _DiskCopy(Copy):
 
     def see_to_write(self) -> None:
         """Wait until it is written, and give back the memory; if it could not be, that is all there is of it."""
-        if self._seen:
+        if self._seen or self._write.cancelled():
             return
         start = time.perf_counter()
         error = self._write.exception()
@@ -151,7 +171,7 @@ class _DiskCopy(Copy):
         if error is None:
             assert self._memory is not None
             self._disk._account.out.add(self._write.result().seconds)
-            self._disk._reuse(self._memory)
+            self._memory.release()
             self._memory = None
         elif not isinstance(error, StoreError):
             raise error
@@ -192,7 +212,7 @@ class _DiskCopy(Copy):
         if self.device.type == "cpu":
             return Landing(job.memory.pieces[0], 0.0, None, None)
         landing = self._disk._lanes.land(job.memory, self.nbytes, self.device)
-        self._disk._reuse(job.memory)
+        job.memory.release()
         return landing
 
     def forget(self) -> None:

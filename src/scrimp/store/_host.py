@@ -53,14 +53,17 @@ class Host(Store):
         self._account.out.add(span)
         if isinstance(span, float):
             self._account.waited.add(span)
-        return _HostCopy(self, memory, nbytes, content.device, span)
+        return HostCopy(self, memory, nbytes, content.device, span)
 
     def _plain(self, nbytes: int) -> Memory | None:
         taken = self._account.held.bytes + self._pool.allocated
         return None if self.limit is not None and taken + nbytes > self.limit else plain(nbytes)
 
 
-class _HostCopy(Copy):
+@final
+class HostCopy(Copy):
+    """Bytes in host memory."""
+
     __slots__ = ("_host", "_left", "_memory")
 
     def __init__(self, host: Host, memory: Memory, nbytes: int, device: torch.device, left: Span) -> None:
@@ -85,7 +88,9 @@ class _HostCopy(Copy):
             self._host._landing_of(self)
 
     def forget(self) -> None:
-        if self.device.type == "cuda":
-            self._host._pool.give_back(self._memory)
-        else:
-            self._memory.pieces = ()
+        self._memory.release()
+
+    def surrender(self) -> tuple[Memory, Span]:
+        """Give the memory, and when all will be in it, to another store. This copy has nothing any more."""
+        memory, self._memory = self._memory, Memory(())
+        return memory, self._left

@@ -14,10 +14,13 @@ _SMALLEST = 4 << 10
 class Memory:
     """Some host memory, in pieces."""
 
-    __slots__ = ("busy", "free_after", "pieces")
+    __slots__ = ("busy", "free_after", "home", "pieces")
 
-    def __init__(self, pieces: Sequence[Tensor], free_after: Sequence[torch.cuda.Event] = ()) -> None:
+    def __init__(
+        self, pieces: Sequence[Tensor], free_after: Sequence[torch.cuda.Event] = (), home: Pool | None = None
+    ) -> None:
         self.pieces = pieces
+        self.home = home
         self.free_after = free_after
         """Copies from and to it that were begun for others; the first copy of ours waits for them."""
         self.busy: torch.cuda.Event | None = None
@@ -27,6 +30,12 @@ class Memory:
     def capacity(self) -> int:
         """Bytes that it takes."""
         return sum(piece.numel() for piece in self.pieces)
+
+    def release(self) -> None:
+        """Give it back: nobody reads or writes it any more but copies that were begun."""
+        if self.home is not None:
+            self.home.give_back(self)
+        self.pieces = ()
 
     def fill(self, content: Tensor) -> None:
         """Copy ``content``, which is bytes, into it."""
@@ -103,13 +112,12 @@ class Pool:
             if self._allocated + missing > self._limit:
                 return None
         pieces = [self._piece(size) for size in wanted]
-        return Memory([piece for piece, _ in pieces], [busy for _, busy in pieces if busy is not None])
+        return Memory([piece for piece, _ in pieces], [busy for _, busy in pieces if busy is not None], self)
 
     def give_back(self, memory: Memory) -> None:
         """Take memory back; it is given out again at once, to be used after its event."""
         for piece in memory.pieces:
             self._idle.setdefault(piece.numel(), []).append((piece, memory.busy))
-        memory.pieces = ()
 
     def _idle_for(self, wanted: list[int]) -> int:
         return sum(size * min(wanted.count(size), len(self._idle.get(size, ()))) for size in set(wanted))

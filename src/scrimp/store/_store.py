@@ -128,16 +128,18 @@ class Store(abc.ABC):
         with self._turn:
             self._settle()
             copy = self._take(content)
-            if copy is None:
-                return None
-            copy.scheduled = scheduled
-            copy.older = self._youngest
-            if self._youngest is not None:
-                self._youngest.younger = copy
-            self._youngest = copy
-            self._account.held.enter(copy.taken)
-            self._account.bytes_out += copy.nbytes
+            if copy is not None:
+                self._add(copy, scheduled)
             return copy
+
+    def _add(self, copy: Copy, scheduled: bool) -> None:
+        copy.scheduled = scheduled
+        copy.older = self._youngest
+        if self._youngest is not None:
+            self._youngest.younger = copy
+        self._youngest = copy
+        self._account.held.enter(copy.taken)
+        self._account.bytes_out += copy.nbytes
 
     def prefetch_youngest(self) -> None:
         """Begin to fetch what was stored last, since backward begins."""
@@ -191,6 +193,14 @@ class Store(abc.ABC):
         if copy.landing is not None:
             leave_lying(copy.landing)
             copy.landing = None
+
+    def _hand_over(self, copy: Copy) -> Landing:
+        """Return the way back of a copy, begun if it was not, for another store to take what lands."""
+        with self._turn:
+            landing = self._landing_of(copy)
+            copy.landing = None
+            self._ahead.pop(copy, None)
+            return landing
 
     def _discard(self, copy: Copy) -> None:
         self._unneeded.append(copy)

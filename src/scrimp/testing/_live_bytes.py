@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -12,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scrimp._live import LiveStorages
 from scrimp.testing._bits import dense_parts
 
 
@@ -27,10 +27,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live = LiveStorages()
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive."""
+        return self._live.now
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that ever were."""
+        return self._live.peak
 
     def __torch_dispatch__(
         self,
@@ -44,28 +51,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A literal (`torch.tensor(3.0)`) is made before the dispatcher first sees it, as an input of this.
         older = set() if func is torch.ops.aten.lift_fresh.default else {s._cdata for s in inputs}
         for storage in inputs:
-            if storage._cdata in self._sizes:
-                self._resize(storage)
+            if storage._cdata in self._live:
+                self._live.add(storage)  # it may have been resized
         for storage in _storages(result):
-            if storage._cdata not in self._sizes and storage._cdata not in older:
-                self._watch(storage)
+            if storage._cdata not in older:
+                self._live.add(storage)
         return result
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        self._sizes[key] = 0
-        self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._resize(storage)
-
-    def _resize(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self.now += size - self._sizes[storage._cdata]
-        self._sizes[storage._cdata] = size
-        self.peak = max(self.peak, self.now)
-
-    def _forget(self, key: int) -> None:
-        del self._watches[key]
-        self.now -= self._sizes.pop(key)
 
 
 def live_bytes() -> LiveBytes:

@@ -1,0 +1,121 @@
+"""A trace in the making: what is known of a step while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from scrimp._live import rounded
+from scrimp._meter import Meter
+from scrimp._trace import Event, Op, Release, Resident, Run, Trace, Unpack, Value
+
+
+@dataclass(slots=True)
+class DraftOp:
+    """An operator of the forward pass, and the marks around it on the device's clock."""
+
+    name: str
+    module: str
+    reads: tuple[int, ...]
+    start: Any
+    end: Any = None
+    transient: int = 0
+    replayable: bool = False
+    saves: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DraftRun:
+    """A backward node, and the marks around it."""
+
+    name: str
+    module: str
+    start: Any
+    end: Any
+    peak: int
+    net: int
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a step did so far.
+
+    Attributes:
+        spans: the ranges of ops that ran inside of what is going to be planned; what runs outside, such as a loss that
+            is computed by the training loop, cannot be dropped by a plan.
+        open_handles: how many of the saves that are written down autograd has not released.
+        interleaved: the forward pass went on after backward had begun; a trace cannot say that.
+    """
+
+    values: list[Value] = field(default_factory=list)
+    ops: list[DraftOp] = field(default_factory=list)
+    events: list[DraftRun | Unpack | Release] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    kept_for_good: set[int] = field(default_factory=set)
+    open_handles: int = 0
+    interleaved: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward has run, and autograd needs nothing of the step any more."""
+        return bool(self.events) and not self.open_handles
+
+    def forget_save(self, value: int) -> None:
+        """Take back the latest save of a value."""
+        for op in reversed(self.ops):
+            if value in op.saves:
+                op.saves.remove(value)
+                self.open_handles -= 1
+                return
+
+    def dies(self, value: int, after: int) -> None:
+        """Write down the last op during which somebody other than autograd held a value."""
+        old = self.values[value]
+        if old.op is not None and old.dies_after is None:
+            self.values[value] = replace(old, dies_after=max(old.op, after))
+
+    def finished(self, meter: Meter, resident: tuple[Resident, ...]) -> Trace:
+        """Turn it into a trace."""
+        meter.settle()
+        newest = _newest_versions(self.values)
+        ops = [
+            Op(op.name, op.module, op.reads, (), meter.seconds(op.start, op.end), op.transient, op.replayable)
+            for op in self.ops
+        ]
+        inside = [any(first <= number < end for first, end in self.spans) for number in range(len(ops))]
+        values = [replace(value, nbytes=rounded(value.nbytes, meter.block)) for value in self.values]
+        fixed = {values[number].op for number in self.kept_for_good}
+        for number, op in enumerate(self.ops):
+            for saved in op.saves:
+                # Of an older version, what autograd saved holds the storage, and so the newest one.
+                last = newest[saved]
+                saved_at = number
+                if last != saved:
+                    saved_at = values[last].op or 0
+                    fixed.add(saved_at)
+                if not inside[number]:
+                    fixed.add(values[last].op)  # a plan has no say in what is saved out there
+                ops[saved_at] = replace(ops[saved_at], saves=(*ops[saved_at].saves, last))
+        ops = [
+            replace(op, replayable=op.replayable and inside[number] and number not in fixed)
+            for number, op in enumerate(ops)
+        ]
+        return Trace(tuple(values), tuple(ops), tuple(_event(event, newest, meter) for event in self.events), resident)
+
+
+def _event(event: DraftRun | Unpack | Release, newest: Sequence[int], meter: Meter) -> Event:
+    if isinstance(event, DraftRun):
+        seconds = meter.seconds(event.start, event.end)
+        return Run(event.name, event.module, max(seconds, 0.0), event.peak, event.net)
+    return replace(event, value=newest[event.value])
+
+
+def _newest_versions(values: Sequence[Value]) -> list[int]:
+    """Return, for each value, the last one that was written into its storage."""
+    newest = list(range(len(values)))
+    for number in reversed(range(len(values))):
+        old = values[number].overwrites
+        if old is not None:
+            newest[old] = newest[number]
+    return newest

@@ -1,0 +1,353 @@
+"""A budget in bytes for every step of a model, or of any code."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from scrimp._budget import Budget, format_bytes, parse_budget
+from scrimp._limiter import Limiter
+from scrimp._meter import CAPTURED, capacity_of, look_before, meter_for
+from scrimp._plan import Plan
+from scrimp._report import Measured, Report, report_on
+from scrimp._scope import Control
+from scrimp._solve import plan as solve
+from scrimp._statistics import Statistics
+from scrimp._steps import Call, Known, KnownStep, Step, UnknownStep
+from scrimp._trace import Resident, Trace
+from scrimp._tracing import device_of
+from scrimp.errors import BudgetError, SessionError
+from scrimp.policy import KeepAll, Planned
+
+_GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
+_STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
+_MARGIN = 0.02  # of the budget, given up whenever the allocator could not place what a plan had promised to fit
+
+
+class _Line(threading.local):
+    """The step that is in progress in this thread."""
+
+    step: Step | None = None
+    owner: BudgetSession | None = None
+    depth = 0
+
+
+_line = _Line()
+
+
+@final
+class _Book:
+    """What a session knows of its steps."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, Known] = {}
+        self.planned: dict[int, tuple[Trace, Plan]] = {}
+        """By the identity of what is known, the latest plan and the trace that it is for."""
+        self.settled: dict[int, int] = {}
+        self.latest: Known | None = None
+
+    def find(self, call: Call) -> Known | None:
+        """Return what is known of a step that begins with a call, after the latest one."""
+        return self.known.get((id(self.latest), call)) or self.known.get(call)
+
+    def add(self, known: Known, after: Known | None) -> None:
+        """Write down a step."""
+        self.known[id(after), known.calls[0]] = known
+        self.known[known.calls[0]] = known
+        self.latest = known
+
+    def forget(self, known: Known) -> None:
+        """Take back what turned out to differ from time to time."""
+        for key in [key for key, value in self.known.items() if value is known]:
+            del self.known[key]
+
+
+class BudgetSession:
+    """Keeps steps within a budget. See :func:`scrimp.limit` and :func:`scrimp.session`."""
+
+    def __init__(
+        self, budget: Budget | None, activations: Budget | None, device: torch.device, module: nn.Module | None
+    ) -> None:
+        if (budget is None) == (activations is None):
+            raise BudgetError('need either a budget for the device, such as "8GiB", or activations=; have both or none')
+        self._stated = parse_budget(budget if budget is not None else activations or 0, capacity_of(device))
+        self._activations_only = budget is None
+        self.device = device
+        self._module = module
+        self._control = Control(KeepAll(), verify=False)
+        self._book = _Book()
+        self._margin = 0.0
+        self._failures = 0
+        self._measured = Measured()
+        self._open: Any = None
+        self._undo: Callable[[], None] | None = None
+
+    # -- faces ------------------------------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> int:
+        """The stated bytes."""
+        return self._stated
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the session did so far and holds now."""
+        return self._control.ledger.snapshot(self._stated)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the latest step that was recorded did; None before the first was finished."""
+        self._settle()
+        known = self._book.latest
+        return None if known is None else self._current(known)[0]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for the latest step, made now if need be; None before the first step was finished."""
+        self._settle()
+        known = self._book.latest
+        return None if known is None else self._current(known)[1]
+
+    def report(self) -> Report:
+        """Return what was predicted and measured: print it."""
+        plan, trace = self.plan, self.trace
+        if plan is None or trace is None:
+            raise SessionError("there is nothing to report yet: run a step, forward and backward, first")
+        return report_on(trace, plan, self._measured)
+
+    def _current(self, known: Known) -> tuple[Trace, Plan]:
+        return self._book.planned.get(id(known)) or self._planned(known, known.trace.resident)
+
+    def detach(self) -> None:
+        """Leave the model as it was before :func:`scrimp.limit`."""
+        if _line.owner is self:
+            _settle_line()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self, signature: object, inputs: list[Tensor], module: nn.Module | None) -> Iterator[None]:
+        call = Call(id(self), signature)
+        if _line.step is not None and (_line.step.is_over or _line.owner is None):
+            _settle_line()
+        if _line.step is None:
+            _line.step = self._begin(call, inputs)
+            _line.owner = self
+        step = _line.step
+        _line.depth += 1
+        try:
+            with step.call(call, module):
+                yield
+        except BaseException:
+            step.finish()
+            _line.step = _line.owner = None
+            raise
+        finally:
+            _line.depth -= 1
+
+    def _begin(self, call: Call, inputs: list[Tensor]) -> Step:
+        known = self._book.find(call)
+        if known is None:
+            before = look_before(self.device, self._modules, inputs)
+            limiter = Limiter(self._control, meter_for(self.device, before.nbytes), self._limit(before.nbytes))
+            return UnknownStep(limiter, before)
+        resident = self._resident(known, inputs)
+        trace, plan = self._planned(known, resident)
+        nbytes = sum(part.nbytes for part in resident)
+        meter = meter_for(self.device, nbytes)
+        policy = Planned(trace, plan)
+        self._control.policy = policy
+        limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
+        return KnownStep(limiter, known, policy, plan)
+
+    def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
+        """Return what is on the device now, before a step that is known."""
+        if self.device.type == "cpu":
+            seen = self._book.settled.get(id(known), 0)
+            if seen >= _STEPS_UNTIL_SETTLED and id(known) in self._book.planned:
+                return self._book.planned[id(known)][0].resident
+            self._book.settled[id(known)] = seen + 1
+        captured = tuple(part for part in known.trace.resident if part.name == CAPTURED)
+        return (*look_before(self.device, self._modules, inputs).parts, *captured)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [] if self._module is None else [self._module]
+
+    def _limit(self, before: int) -> int:
+        """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""
+        if not self._activations_only:
+            return int(self._stated * (1 - self._margin))
+        parameters = () if self._module is None else self._module.parameters()
+        coming = sum(p.untyped_storage().nbytes() for p in parameters if p.requires_grad and p.grad is None)
+        return before + self._stated + coming
+
+    def _planned(self, known: Known, resident: tuple[Resident, ...]) -> tuple[Trace, Plan]:
+        """Return a plan for a step that begins with ``resident`` on the device, and the trace that it is for."""
+        now = sum(part.nbytes for part in resident)
+        limit = self._limit(now)
+        old = self._book.planned.get(id(known))
+        if old is not None:
+            planned = sum(part.nbytes for part in old[0].resident)
+            above = old[1].budget - planned
+            if now <= planned <= now + limit // 16 and self._limit(planned) == old[1].budget:
+                return old
+            if self._activations_only and above == limit - now:
+                return old
+        found = self._solved(known, resident, limit)
+        self._book.planned[id(known)] = found
+        return found
+
+    def _solved(self, known: Known, resident: tuple[Resident, ...], limit: int) -> tuple[Trace, Plan]:
+        now = sum(part.nbytes for part in resident)
+        grain = max(limit // _GRAIN, 1)
+        slack = Resident("allowance for what may come", -(-now // grain) * grain - now)
+        if not self._activations_only:
+            try:
+                trace = replace(known.trace, resident=(*resident, slack))
+                return trace, solve(trace, limit)
+            except BudgetError:
+                pass  # it is tight: try without an allowance
+        trace = replace(known.trace, resident=resident)
+        return trace, solve(trace, limit)
+
+    def _settle(self) -> None:
+        """If a step of this session is over, learn from it."""
+        if _line.owner is self and _line.step is not None and _line.step.is_over:
+            _settle_line()
+
+    def _learn(self, step: Step) -> None:
+        before = self._book.latest
+        match step:
+            case UnknownStep():
+                known = step.known()
+                if known is not None:
+                    self._book.add(known, before)
+            case KnownStep():
+                self._book.latest = step.known
+                if step.departed:
+                    self._book.forget(step.known)
+                elif step.ended is not None:
+                    self._measured.add(step.limiter.meter, step.began, step.ended)
+        if self.device.type == "cuda":
+            failures = int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+            if isinstance(step, KnownStep) and failures > self._failures:
+                self._margin = min(self._margin + _MARGIN, 0.5)
+            self._failures = failures
+
+    # -- as a context -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._open is not None:
+            raise SessionError("this session is open already; to nest sessions, make another one")
+        if _line.depth:
+            raise SessionError("a budget is for the whole step; inside of another budget, use session(policy=...)")
+        self._open = self._call(None, [], None)
+        self._open.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is None:
+            raise SessionError("this session is not open")
+        context, self._open = self._open, None
+        context.__exit__(kind, error, trace)
+        self._settle()
+
+
+def _settle_line() -> None:
+    step, owner = _line.step, _line.owner
+    _line.step = _line.owner = None
+    if step is not None:
+        step.finish()
+        if owner is not None:
+            owner._learn(step)
+
+
+def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget | None = None) -> BudgetSession:
+    """Hold every training step of a model under a budget, from the first one on. The training loop stays as it is.
+
+    The first step with inputs of a new shape is recorded while it runs, and held under the budget by dropping values as
+    memory fills up. From what was recorded a plan is made, which later steps of the kind follow. Gradients, buffers and
+    random draws are those of the plain step, to the last bit. Evaluation, and anything else under ``no_grad``, is not
+    touched.
+
+    Args:
+        model: Whose ``forward`` is replaced on this object, until :meth:`BudgetSession.detach`.
+        budget: Bytes that the device may hold at any moment of the step, parameters, gradients and optimizer state
+            included: ``"8GiB"``, ``"8 GB"``, an int, or a fraction of the device such as ``0.9``.
+        activations: Instead of ``budget``: bytes for what the step makes, beyond what was there before and the
+            parameters' gradients.
+
+    Raises:
+        BudgetError: in a step that nothing can fit into the budget; it says what stands in the way.
+
+    >>> import torch, scrimp
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+    >>> session = scrimp.limit(model, activations="100 kB")
+    >>> for _ in range(3):
+    ...     model(torch.randn(64, 64)).square().mean().backward()
+    >>> session.plan.peak <= session.plan.budget
+    True
+    >>> session.detach()
+    """
+    if not isinstance(model, nn.Module):
+        raise SessionError(f"need a module to limit, have {model!r}; for other code, use scrimp.session(budget)")
+    if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
+        raise SessionError("this model is limited already: call detach() of its session first")
+    session = BudgetSession(budget, activations, device_of(model, ()), model)
+    forward, own = model.forward, "forward" in model.__dict__
+
+    @functools.wraps(forward)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _line.depth or torch._C._current_graph_task_id() != -1:
+            return forward(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        signature = (str(structure), tuple(_look(leaf) for leaf in leaves), _state(model, session.device))
+        with session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], model):
+            return forward(*args, **kwargs)
+
+    def undo() -> None:
+        if own:
+            model.forward = forward
+        else:
+            del model.forward
+
+    limited._scrimp_session = session  # type: ignore[attr-defined]
+    model.forward = limited
+    session._undo = undo
+    return session
+
+
+def _look(leaf: object) -> object:
+    match leaf:
+        case Tensor():
+            return (leaf.dtype, tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None,
+                    leaf.device, leaf.requires_grad)  # fmt: skip
+        case bool() | str() | None:
+            return leaf
+    return type(leaf)  # numbers may count steps; one that changes what runs makes the step depart from its plan
+
+
+def _state(model: nn.Module, device: torch.device) -> object:
+    """Say what else a step depends on: modes, and which gradients are there to be added to."""
+    present = sum(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    wanted = sum(parameter.requires_grad for parameter in model.parameters())
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return model.training, present, wanted, autocast
+
+
+__all__ = ["BudgetSession", "format_bytes", "limit"]

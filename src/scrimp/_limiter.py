@@ -1,0 +1,154 @@
+"""Holding a device under a budget while a step runs: room is made before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, TypeVar, final
+
+import torch
+from torch._ops import OpOverload
+
+from scrimp._budget import format_bytes
+from scrimp._live import users
+from scrimp._meter import Meter
+from scrimp._predict import Forecast
+from scrimp._replay import Replay
+from scrimp._scope import Control, Scope
+from scrimp._standing import Standing, lines_of
+from scrimp._value import Value, secure
+from scrimp.errors import BudgetError
+
+R = TypeVar("R")
+
+_SHARE_AFTER_FAILURE = 16  # of the budget: what is evicted at least when the allocator has failed
+
+
+@final
+class Limiter(Scope):
+    """A scope that keeps everything as long as the device has room, and evicts when something needs it.
+
+    Args:
+        control: of the session.
+        meter: reads the device.
+        budget: bytes that the device may hold; None for no limit.
+        awake: whether it watches the device. A step that follows its plan needs no watching.
+    """
+
+    __slots__ = ("_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "meter", "standing")
+
+    def __init__(self, control: Control, meter: Meter, budget: int | None, awake: bool = True) -> None:
+        super().__init__(control, parent=None)
+        self.meter = meter
+        self.budget = budget
+        self.awake = awake and budget is not None
+        self._forecast = Forecast(meter.block)
+        self._in_use: Set[Value] = frozenset()
+        self._making_room = False
+        self._promised = 0
+        self.standing: Callable[[], Iterable[Standing]] = tuple
+        """Says what stands on the device, for an error."""
+
+    def room(self) -> int | None:
+        """Return how many bytes a replay may leave behind."""
+        if self.budget is None or not self.awake:
+            return None
+        return max(0, self.budget - self.meter.level() - self._promised)
+
+    def admit(self, value: Value) -> bool:
+        """Keep it, and remember that it can go."""
+        if value.call is not None:
+            self._unrated.append(value)
+        return True
+
+    def offer(self, value: Value) -> None:
+        """Remember that a replayed value can go again."""
+        self._unrated.append(value)
+
+    # -- room -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def room_for(self, replay: Replay) -> Iterator[None]:
+        """Have room for a replay, without taking away what it starts from."""
+        self._in_use = frozenset(replay.starts())
+        self._promised = replay.bytes_needed()
+        try:
+            self.make_room(self._promised)
+            yield
+        finally:
+            self._in_use = frozenset()
+            self._promised = 0
+
+    def make_room_for(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Make room for what an operator is about to make."""
+        if self.awake and not self._making_room:
+            self.make_room(self._forecast.result_bytes(func, args, kwargs))
+
+    def retried(self, attempt: Callable[[], R]) -> R:
+        """Call ``attempt`` again, with more and more evicted, for as long as the device runs out of memory.
+
+        An operator that fails for want of memory has not done anything yet: kernels allocate before they compute.
+        """
+        if self.budget is None:
+            return attempt()
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                if not self._evict(max(self.budget or 0, self.meter.level()) // _SHARE_AFTER_FAILURE):
+                    raise
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict until ``nbytes`` more fit into the budget, or nothing is left that could go."""
+        if self.budget is None or not self.awake or self._making_room:
+            return
+        self._making_room = True
+        try:
+            while (excess := self.meter.level() + nbytes - self.budget) > 0:
+                if not self._evict(excess):
+                    raise self._impossible(nbytes)
+        finally:
+            self._making_room = False
+
+    def _evict(self, nbytes: int) -> int:
+        """Evict values until about ``nbytes`` are free; return how many bytes that gave."""
+        freed = 0
+        spared: list[Value] = []
+        while freed < nbytes:
+            chosen = self._choose(nbytes - freed, None)
+            if not chosen:
+                break
+            for value in chosen:
+                if value in self._in_use or not _would_be_free(value):
+                    spared.append(value)
+                elif value.secured or secure(value):
+                    before = self.meter.level()
+                    value.let_go(evicted=True)
+                    freed += max(before - self.meter.level(), 0)
+        self._unrated.extend(spared)
+        return freed
+
+    def _impossible(self, nbytes: int) -> BudgetError:
+        level = self.meter.level()
+        need = level + nbytes
+        return BudgetError(
+            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
+            f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
+            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n"
+            + lines_of(self.standing()),
+            smallest=need,
+        )
+
+
+def _would_be_free(value: Value) -> bool:
+    """Tell whether a value's storage dies when the session lets go of it."""
+    tensor = value.tensor
+    if tensor is None:
+        return False
+    held = 1 if value.witness is tensor else 1 + _same_storage(tensor, value)
+    return users(tensor.untyped_storage()._cdata) <= held
+
+
+def _same_storage(tensor: torch.Tensor, value: Value) -> bool:
+    witness = value.witness
+    return witness is not None and witness.untyped_storage()._cdata == tensor.untyped_storage()._cdata

@@ -1,0 +1,207 @@
+"""What a device holds and how long it takes: bytes in use, and marks on its clock."""
+
+from __future__ import annotations
+
+import abc
+import gc
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from scrimp._live import LiveStorages, rounded
+from scrimp._trace import Resident
+
+CAPTURED = "captured from outside"
+"""The name of what a step used that nobody had told of before."""
+
+
+class Meter(abc.ABC):
+    """Reads one device."""
+
+    device: torch.device
+    block: int
+    """The allocator hands out multiples of this many bytes."""
+
+    @abc.abstractmethod
+    def level(self) -> int:
+        """Return the bytes in use now."""
+
+    @abc.abstractmethod
+    def requested(self) -> int:
+        """Return how many bytes were ever asked for; 0 where nobody counts that."""
+
+    @abc.abstractmethod
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Take note of a storage that an operator made."""
+
+    @abc.abstractmethod
+    def found(self, nbytes: int) -> None:
+        """Take note of bytes that were there before the step, and not known until it used them."""
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """Mark this moment on the device's clock."""
+
+    @abc.abstractmethod
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two marks."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait until all marks have been passed."""
+
+
+@final
+class HostMeter(Meter):
+    """Counts storages: those that were there before, and those that operators made since."""
+
+    block = 1
+
+    def __init__(self, resident: int) -> None:
+        self.device = torch.device("cpu")
+        self._resident = resident
+        self._live = LiveStorages()
+
+    def level(self) -> int:
+        """Return the bytes in use now."""
+        return self._resident + self._live.now
+
+    def requested(self) -> int:
+        """Return 0: what an operator uses within itself is not seen."""
+        return 0
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it dies."""
+        self._live.add(storage)
+
+    def found(self, nbytes: int) -> None:
+        """Count them."""
+        self._resident += nbytes
+
+    def mark(self) -> float:
+        """Read the clock."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the time between two marks."""
+        return end - start
+
+    def settle(self) -> None:
+        """Do nothing: the host's marks have passed when they are made."""
+
+
+@final
+class CudaMeter(Meter):
+    """Asks PyTorch's allocator, and marks moments on the stream."""
+
+    block = 512
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def level(self) -> int:
+        """Return the allocated bytes."""
+        return self._stat("current")
+
+    def requested(self) -> int:
+        """Return how many bytes were ever allocated."""
+        return self._stat("allocated")
+
+    def _stat(self, name: str) -> int:
+        return int(torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"][name])
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing: the allocator knows."""
+
+    def found(self, nbytes: int) -> None:
+        """Do nothing: the allocator knows."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the time between two events."""
+        return float(start.elapsed_time(end)) / 1000
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+
+def meter_for(device: torch.device, resident: int) -> Meter:
+    """Return a meter for a device that holds ``resident`` bytes now."""
+    return CudaMeter(device) if device.type == "cuda" else HostMeter(resident)
+
+
+def capacity_of(device: torch.device) -> int | None:
+    """Return how many bytes a device has, where that can be asked."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What is on a device before a step.
+
+    Attributes:
+        parts: by name, each storage once.
+        addresses: of the storages that are counted there one by one.
+    """
+
+    parts: tuple[Resident, ...]
+    addresses: frozenset[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def look_before(device: torch.device, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Before:
+    """Say what a device holds now that belongs to a step of these modules.
+
+    On a GPU that is all that the allocator has given out. On the CPU, where other things may live that have nothing to
+    do with the step, it is the modules' parameters, buffers, gradients, optimizer state and inputs.
+    """
+    unit = 512 if device.type == "cuda" else 1
+    seen: set[int] = set()
+
+    def total(tensors: Iterable[Tensor | None]) -> int:
+        count = 0
+        for tensor in tensors:
+            if tensor is not None and tensor.device == device and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    count += rounded(storage.nbytes(), unit)
+        return count
+
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    parts = {
+        "parameters": total(parameters),
+        "buffers": total(buffer for module in modules for buffer in module.buffers()),
+        "gradients from before": total(parameter.grad for parameter in parameters),
+        "inputs": total(inputs),
+    }
+    if parameters:
+        parts["optimizer state"] = total(_optimizer_state({id(parameter) for parameter in parameters}))
+    if device.type == "cuda":
+        parts["other allocations"] = max(CudaMeter(device).level() - sum(parts.values()), 0)
+    return Before(tuple(Resident(name, nbytes) for name, nbytes in parts.items() if nbytes), frozenset(seen))
+
+
+def _optimizer_state(parameters: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of all optimizers that step one of these parameters."""
+    for candidate in gc.get_objects():
+        if isinstance(type(candidate), type) and issubclass(type(candidate), Optimizer):
+            for parameter, state in candidate.state.items():
+                if id(parameter) in parameters:
+                    yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
