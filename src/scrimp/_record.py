@@ -56,6 +56,8 @@ class Recorder:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         """The innermost session now; operators are recorded under it."""
+        self.paused = 0
+        """How many stretches of code run now that are none of this session's business."""
         self._lock = threading.RLock()
         self._depth = 0
         self._released: deque[Value] = deque()
@@ -438,7 +440,7 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
+        self.recorder = recorder
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -457,11 +459,11 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if kwargs is None:
             kwargs = _NOTHING
-        if replaying.active or not isinstance(func, OpOverload):
+        if replaying.active or self.recorder.paused or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if types:
             for kind in types:
                 if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                     # A subclass with a dispatch of its own: let it take itself apart, and see what it calls.
                     return NotImplemented
-        return self._recorder.run(func, args, kwargs)
+        return self.recorder.run(func, args, kwargs)

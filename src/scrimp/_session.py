@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self, overload
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scrimp._budget import Budget
 from scrimp._compiler import never_compiled
@@ -28,6 +29,22 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Run the block as if no session were open around it. Sessions that are entered inside it work as usual."""
+    modes = _get_current_dispatch_mode_stack()
+    recorders = [mode.recorder for mode in modes if isinstance(mode, RecordMode)]
+    outer, _current.recorder = _current.recorder, None
+    for recorder in recorders:
+        recorder.paused += 1
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.paused -= 1
+        _current.recorder = outer
 
 
 class Session:
