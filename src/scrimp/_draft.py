@@ -8,6 +8,7 @@ from typing import Any
 
 from scrimp._live import rounded
 from scrimp._meter import Meter
+from scrimp._standing import kind_of_module
 from scrimp._trace import Event, Op, Release, Resident, Run, Trace, Unpack, Value
 
 
@@ -78,9 +79,10 @@ class Draft:
         """Turn it into a trace."""
         meter.settle()
         newest = _newest_versions(self.values)
+        seconds = self._seconds(meter)
         ops = [
-            Op(op.name, op.module, op.reads, (), meter.seconds(op.start, op.end), op.transient, op.replayable)
-            for op in self.ops
+            Op(op.name, op.module, op.reads, (), seconds[number], op.transient, op.replayable)
+            for number, op in enumerate(self.ops)
         ]
         inside = [any(first <= number < end for first, end in self.spans) for number in range(len(ops))]
         values = [replace(value, nbytes=rounded(value.nbytes, meter.block)) for value in self.values]
@@ -100,14 +102,38 @@ class Draft:
             replace(op, replayable=op.replayable and inside[number] and number not in fixed)
             for number, op in enumerate(ops)
         ]
-        return Trace(tuple(values), tuple(ops), tuple(_event(event, newest, meter) for event in self.events), resident)
+        return Trace(tuple(values), tuple(ops), self._events(newest, meter), resident)
+
+    def _seconds(self, meter: Meter) -> list[float]:
+        """Return the time of each op: the least that one of its kind took, since others may have waited for memory."""
+        made: dict[int, list[int]] = {}
+        for value in self.values:
+            if value.op is not None:
+                made.setdefault(value.op, []).append(value.nbytes)
+        kinds = [
+            (op.name, tuple(self.values[read].nbytes for read in op.reads), tuple(made.get(number, ())))
+            for number, op in enumerate(self.ops)
+        ]
+        return _least(kinds, [meter.seconds(op.start, op.end) for op in self.ops])
+
+    def _events(self, newest: Sequence[int], meter: Meter) -> tuple[Event, ...]:
+        runs = [event for event in self.events if isinstance(event, DraftRun)]
+        kinds = [(run.name, kind_of_module(run.module), run.peak, run.net, len(run.marks)) for run in runs]
+        seconds = iter(_least(kinds, [sum(meter.seconds(*marks) for marks in run.marks) for run in runs]))
+        return tuple(
+            Run(event.name, event.module, next(seconds), event.peak, event.net)
+            if isinstance(event, DraftRun)
+            else replace(event, value=newest[event.value])
+            for event in self.events
+        )
 
 
-def _event(event: DraftRun | Unpack | Release, newest: Sequence[int], meter: Meter) -> Event:
-    if isinstance(event, DraftRun):
-        seconds = sum(meter.seconds(start, end) for start, end in event.marks)
-        return Run(event.name, event.module, seconds, event.peak, event.net)
-    return replace(event, value=newest[event.value])
+def _least(kinds: Sequence[object], seconds: Sequence[float]) -> list[float]:
+    """Return, for each thing, the least of those of its kind."""
+    least: dict[object, float] = {}
+    for kind, one in zip(kinds, seconds, strict=True):
+        least[kind] = min(least.get(kind, one), one)
+    return [least[kind] for kind in kinds]
 
 
 def _newest_versions(values: Sequence[Value]) -> list[int]:

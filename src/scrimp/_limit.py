@@ -31,8 +31,8 @@ from scrimp.policy import KeepAll, Planned
 _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
 _WORTH_A_PLAN = 16  # a part of the budget: when that much more is free than a plan was made for, a new one is made
-_MARGIN = 0.01  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
-_PATIENCE = 2  # planned steps in which it may start over before: it has to get rid of what other steps left behind
+_MARGIN = 0.015  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
+_PATIENCE = 1  # planned steps in which it may start over before: it has to get rid of what other steps left behind
 _TRIALS = 2  # steps for which a plan is on trial
 _FIRST_MARGIN = 0.01  # of the budget, on a GPU: what an allocator loses between the pieces of memory it gives out
 

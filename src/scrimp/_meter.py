@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from scrimp._live import LiveStorages, rounded
 from scrimp._trace import Resident
 
-_CYCLES = 100_000  # about 50 microseconds
+_CYCLES = 400_000  # about 0.2 milliseconds
 
 CAPTURED = "captured from outside"
 """The name of what a step used that nobody had told of before."""

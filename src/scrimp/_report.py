@@ -11,7 +11,7 @@ from scrimp._budget import format_bytes
 from scrimp._index import index
 from scrimp._plan import Decision, Drop, Keep, Plan, Store
 from scrimp._simulate import simulate
-from scrimp._standing import Standing, name_moment, standing
+from scrimp._standing import Standing, kind_of_module, name_moment, standing
 from scrimp._trace import Trace
 
 _ROWS = 12
@@ -121,7 +121,7 @@ def _rows(trace: Trace, plan: Plan) -> tuple[Row, ...]:
         number = trace.values[value].op
         assert number is not None, "a plan decides about what the step makes"
         op = trace.ops[number]
-        key = (op.name, _kind_of(op.module))
+        key = (op.name, kind_of_module(op.module))
         sizes[key][type(decision)] += counted[value]
         if isinstance(decision, Drop):
             seconds[key] += op.seconds  # type: ignore[assignment]
@@ -131,15 +131,6 @@ def _rows(trace: Trace, plan: Plan) -> tuple[Row, ...]:
         if size.total()
     ]
     return tuple(sorted(rows, key=lambda row: -(row.kept + row.dropped + row.stored)))
-
-
-def _kind_of(path: str) -> str:
-    """Replace numbers in a module's path, so that the layers of a model come together.
-
-    >>> _kind_of("layers.11.mlp.0")
-    'layers.*.mlp.*'
-    """
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _named(part: Standing) -> str:

@@ -10,7 +10,7 @@ from ._budget import format_bytes
 from ._simulate import Timeline
 from ._trace import Release, Run, Trace, Unpack
 
-__all__ = ["Standing", "lines_of", "name_moment", "standing"]
+__all__ = ["Standing", "kind_of_module", "lines_of", "name_moment", "standing"]
 
 _NAMED = 6  # how many things an error names
 
@@ -84,3 +84,12 @@ def lines_of(parts: Iterable[Standing]) -> str:
         total = format_bytes(sum(part.nbytes for part in same))
         lines.append(f"  {total:>12}  {name}{where if len(same) == 1 else f' in {len(same)} modules'}")
     return "\n".join(lines[:_NAMED])
+
+
+def kind_of_module(path: str) -> str:
+    """Replace numbers in a module's path, so that the layers of a model come together.
+
+    >>> kind_of_module("layers.11.mlp.0")
+    'layers.*.mlp.*'
+    """
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
