@@ -156,7 +156,8 @@ class Recorder:
         """Forget every storage: nothing more will be recorded. What autograd saved lives on with its handles."""
         with self:
             self.scope.outbox.flush()
-            values = list(self._values.values())
+            values = [*self._values.values(), *self.scope.outbox.inputs]
+            self.scope.outbox.inputs.clear()
             self._values.clear()
             for value in values:
                 value.storage = None
