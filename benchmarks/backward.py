@@ -1,6 +1,6 @@
 """Measure ``scrimp.backward`` and ``scrimp.parallel`` against PyTorch.
 
-    python benchmarks/backward.py [nodes] [models] [memory] [parallel]
+    python benchmarks/backward.py [nodes] [models] [memory] [workers] [parallel] [--cuda]
 
 Every comparison is interleaved (A B A B ...) in one process and reported as the ratio of medians; single
 times are the medians themselves. Threads inside operators: one, unless a line says otherwise.
@@ -8,23 +8,22 @@ times are the medians themselves. Threads inside operators: one, unless a line s
 
 from __future__ import annotations
 
+import argparse
 import gc
 import platform
 import statistics
-import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
+from branches import Claim, on_the_cpu, on_the_gpu, plain_graphs
+from scrimp.testing import live_bytes
 
 Step = Callable[[], Tensor]
 Backward = Callable[[Tensor], object]
@@ -100,7 +99,7 @@ def model_steps() -> dict[str, Step]:
     }
 
 
-def nodes(console: Console) -> None:
+def nodes(console: Console) -> list[Claim]:
     length = 5000
     step = chain(length)
     found = medians({name: lambda run=run: backward_seconds(step, run) for name, run in WAYS.items()}, 21)
@@ -109,43 +108,21 @@ def nodes(console: Console) -> None:
     for name, seconds in found.items():
         table.add_row(name, f"{seconds / length * 1e6:.2f}", f"{(seconds - plain) / length * 1e6:+.2f}")
     console.print(table)
+    over = {way: (found[way] - plain) / length * 1e6 for way in ('order="torch"', 'order="depth-first"')}
+    return [Claim(f"{way}, µs a node over plain", "≤ 2", f"{over[way]:.2f}", over[way] <= 2) for way in over]
 
 
-def models(console: Console) -> None:
+def models(console: Console) -> list[Claim]:
     table = Table("model", "plain, ms", *list(WAYS)[1:], title="backward: time over loss.backward()")
+    worst = dict.fromkeys(('order="torch"', 'order="depth-first"'), 0.0)
     for name, step in model_steps().items():
         found = medians({way: lambda run=run, s=step: backward_seconds(s, run) for way, run in WAYS.items()}, 15)
         plain = found["loss.backward()"]
         ratios = [f"{found[way] / plain:.3f}" for way in list(WAYS)[1:]]
         table.add_row(name, f"{plain * 1e3:.1f}", *ratios)
+        worst = {way: max(ratio, found[way] / plain) for way, ratio in worst.items()}
     console.print(table)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what the operator made."""
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._known:
-                self._count(value.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    return [Claim(f"{way}, worst model over plain", "≤ 1.03", f"{worst[way]:.3f}", worst[way] <= 1.03) for way in worst]
 
 
 def heads(in_sweeps: bool) -> Step:
@@ -169,86 +146,64 @@ def heads(in_sweeps: bool) -> Step:
 def peak(step: Step, run: Backward) -> int:
     """Live bytes at the worst moment of backward, of what forward and backward made."""
     gc.collect()
-    with LiveBytes() as mode:
+    with live_bytes() as count:
         loss = step()
-        mode.peak = mode.live
+        count.peak = count.now
         run(loss)
-    return mode.peak
+    return count.peak
 
 
-def memory(console: Console) -> None:
+def memory(console: Console) -> list[Claim]:
     steps = model_steps() | {"16 heads, one by one": heads(False), "16 heads, in sweeps": heads(True)}
     ways = {name: WAYS[name] for name in ("loss.backward()", 'order="depth-first"', 'order="memory"')}
     table = Table("step", *[f"{name}, MB" for name in ways], "memory / plain", title="peak of backward, live bytes")
+    worst = 0.0
     for name, step in steps.items():
         for run in ways.values():  # once unmeasured, so that .grad exists everywhere
             run(step())
         peaks = [peak(step, run) for run in ways.values()]
+        worst = max(worst, peaks[-1] / peaks[0])
         table.add_row(name, *[f"{size / 1e6:.2f}" for size in peaks], f"{peaks[-1] / peaks[0]:.3f}")
     console.print(table)
+    return [Claim('order="memory", worst peak over plain', "≤ 1.01", f"{worst:.3f}", worst <= 1.01)]
 
 
-def branch_sets() -> dict[str, tuple[list[nn.Module], Tensor]]:
-    """Branches of several sizes over one input."""
-    torch.manual_seed(0)
-
-    def mlps(count: int, width: int) -> list[nn.Module]:
-        return [
-            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()) for _ in range(count)
-        ]
-
-    layers = [nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True) for _ in range(8)]
-    return {
-        "16 MLPs, d=64": (mlps(16, 64), torch.randn(64, 64)),
-        "16 MLPs, d=512": (mlps(16, 512), torch.randn(64, 512)),
-        "4 MLPs, d=1024": (mlps(4, 1024), torch.randn(128, 1024)),
-        "8 transformer layers, d=256": (layers, torch.randn(2, 128, 256)),
-    }
-
-
-def step_seconds(run: Callable[..., list[Tensor]], branches: list[nn.Module], x: Tensor, threads: int) -> float:
-    """Seconds of a forward and a backward pass."""
-    torch.set_num_threads(threads)
-    start = time.perf_counter()
-    sum(result.sum() for result in run(branches, x)).backward()
-    return time.perf_counter() - start
-
-
-def serially(branches: list[nn.Module], x: Tensor) -> list[Tensor]:
-    return [branch(x) for branch in branches]
-
-
-def parallel(console: Console) -> None:
-    cores = torch.get_num_threads()
-    counts = sorted({count for count in (1, 2, 4, 8, 16) if count <= cores})
-    table = Table(
-        "branches", "best of serial, ms", "threads in it", "workers × 1 thread", 'workers="auto", 1 thread',
-        title="forward and backward: best serial time over parallel's (above 1: parallel is faster)",
-    )  # fmt: skip
-    for name, (branches, data) in branch_sets().items():
-        x = data.requires_grad_()
-        ways: dict[str, Callable[[], float]] = {
-            f"serial {count}": lambda c=count, b=branches, x=x: step_seconds(serially, b, x, c) for count in counts
-        }
-        forced = lambda branches, x: scrimp.parallel(branches, x, workers=cores)  # noqa: E731
-        ways["forced"] = lambda b=branches, x=x, run=forced: step_seconds(run, b, x, 1)
-        ways["auto"] = lambda b=branches, x=x: step_seconds(scrimp.parallel, b, x, 1)
-        found = medians(ways, 15)
-        best = min((way for way in found if way.startswith("serial")), key=found.__getitem__)
-        ratios = [f"{found[best] / found[way]:.2f}" for way in ("forced", "auto")]
-        table.add_row(name, f"{found[best] * 1e3:.1f}", best.removeprefix("serial "), *ratios)
+def closing(console: Console, claims: list[Claim]) -> None:
+    table = Table("what", "wanted", "found", "", title="in one table")
+    for claim in claims:
+        table.add_row(claim.what, claim.wanted, claim.found, "" if claim.holds else "MISSED")
     console.print(table)
+
+
+PARTS: dict[str, Callable[[Console], list[Claim]]] = {
+    "nodes": nodes,
+    "models": models,
+    "memory": memory,
+    "workers": lambda console: plain_graphs(console, model_steps()),
+    "parallel": on_the_cpu,
+    "cuda": on_the_gpu,
+}
 
 
 def main() -> None:
-    console = Console(width=160)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], help="what to measure; all that the CPU can, if empty"
+    )
+    parser.add_argument("--cuda", action="store_true", help="measure branches on the GPU as well")
+    arguments = parser.parse_args()
+    console = Console(width=180)
     warnings.simplefilter("ignore", scrimp.errors.StackableBranchesWarning)
     cores = torch.get_num_threads()
-    console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {cores} cores")
-    parts = {"nodes": nodes, "models": models, "memory": memory, "parallel": parallel}
-    for name in sys.argv[1:] or parts:
-        torch.set_num_threads(cores if name == "parallel" else 1)
-        parts[name](console)
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {cores} threads{gpu}")
+    claims: list[Claim] = []
+    for name in arguments.parts or [part for part in PARTS if part != "cuda" or arguments.cuda]:
+        start = time.perf_counter()
+        torch.set_num_threads(cores if name in ("workers", "parallel") else 1)
+        claims += PARTS[name](console)
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s")
+    closing(console, claims)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
 from scrimp import adjoints, errors, jacobian, planning, policy, solvers, store
+from scrimp._chain import ManualChain
 from scrimp._checkpoint import checkpoint
 from scrimp._engine.backward import backward
 from scrimp._engine.observe import Cancellation, Observer, ProgressBar
 from scrimp._engine.parallel import parallel
 from scrimp._engine.profile import NodeRun, NodeTotal, Profile
+from scrimp._fake_trace import trace_on
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
 from scrimp._limit import BudgetSession, limit
+from scrimp._loops.api import scan
+from scrimp._loops.progress import Phase, Progress
 from scrimp._plan import Plan
 from scrimp._session import Session, session
 from scrimp._solve import frontier, plan
@@ -22,11 +26,14 @@ __all__ = [
     "BudgetError",
     "BudgetSession",
     "Cancellation",
+    "ManualChain",
     "NodeRun",
     "NodeTotal",
     "Observer",
+    "Phase",
     "Plan",
     "Profile",
+    "Progress",
     "ProgressBar",
     "ScrimpError",
     "Session",
@@ -49,8 +56,10 @@ __all__ = [
     "planning",
     "policy",
     "root",
+    "scan",
     "session",
     "solvers",
     "store",
     "trace",
+    "trace_on",
 ]

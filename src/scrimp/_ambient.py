@@ -21,11 +21,11 @@ _Pair = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 @final
 class Ambient:
-    """A mode and a pair of hooks, for this thread and the engine threads that work for it."""
+    """A mode, and perhaps a pair of hooks, for this thread and the engine threads that work for it."""
 
-    def __init__(self, mode: TorchDispatchMode, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    def __init__(self, mode: TorchDispatchMode, hooks: _Pair | None = None) -> None:
         self._mode = mode
-        self._hooks: _Pair = (pack, unpack)
+        self._hooks = hooks
         self.mode_is_on = False
         self.hooks_are_on = False
 
@@ -36,7 +36,7 @@ class Ambient:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             _push_modes(above)
             self.mode_is_on = True
-        if not self.hooks_are_on and _top_hooks() is None:
+        if self._hooks is not None and not self.hooks_are_on and _top_hooks() is None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
             self.hooks_are_on = True
 
@@ -47,19 +47,20 @@ class Ambient:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             _push_modes(above)
         self.mode_is_on = False
-        if self.hooks_are_on:
-            self._remove_hooks()
+        if self._hooks is not None and self.hooks_are_on:
+            _remove_hooks(self._hooks)
         self.hooks_are_on = False
 
-    def _remove_hooks(self) -> None:
-        above: list[_Pair] = []
-        while (top := _top_hooks()) is not None and top[0] != self._hooks[0]:
-            above.append(top)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        if top is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        for pair in reversed(above):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+def _remove_hooks(ours: _Pair) -> None:
+    above: list[_Pair] = []
+    while (top := _top_hooks()) is not None and top[0] != ours[0]:
+        above.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if top is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def _top_hooks() -> _Pair | None:

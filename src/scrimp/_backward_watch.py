@@ -28,7 +28,7 @@ class BackwardWatch:
         self._transient = 0
         self._node: Any = None
         self._module = ""
-        self._start: Any = None
+        self._marks: list[tuple[Any, Any]] = []
 
     def run(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator of backward."""
@@ -36,20 +36,17 @@ class BackwardWatch:
         if node is not self._node:
             self.close("")
             self._node = node
-        limiter, meter = self._limiter, self._meter
-        limiter.make_room_for(func, args, kwargs)
+        meter = self._meter
         older = {t.untyped_storage()._cdata for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)}
-        level, requested = meter.level(), meter.requested()
-        result = limiter.retried(lambda: func(*args, **kwargs))
+        result, cost = self._limiter.timed(func, args, kwargs)
         for tensor in tensors_in(result):
             if is_plain(tensor) and tensor.device == meter.device:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in older:
                     meter.made(storage)
                     self._own.add(storage)
-        if requested:
-            within = (meter.requested() - requested) - (meter.level() - level)
-            self._transient = max(self._transient, self._own.now + within)
+        self._marks.append((cost.start, cost.end))
+        self._transient = max(self._transient, self._own.now + cost.transient)
         return result
 
     def replay(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -68,21 +65,15 @@ class BackwardWatch:
         """Bytes that are alive of what backward made."""
         return self._own.now
 
-    def begin(self) -> None:
-        """Start the clock."""
-        self._start = self._meter.mark()
-
     def close(self, next_module: str) -> None:
         """Write down what happened since the last event."""
         net = self._own.now - self._level
         peak = max(self._own.peak, self._transient) - self._level
         if self._node is not None or net or peak:
             name = type(self._node).__name__ if self._node is not None else "autograd"
-            now = self._meter.mark()
-            start = now if self._start is None else self._start
-            self._draft.events.append(DraftRun(name, self._module, start, now, max(peak, net, 0), net))
+            self._draft.events.append(DraftRun(name, self._module, tuple(self._marks), max(peak, net, 0), net))
         self._module = next_module or self._module
         self._node = None
+        self._marks.clear()
         self._level = self._own.peak = self._own.now
         self._transient = 0
-        self.begin()

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from scrimp._compiler import never_compiled
 from scrimp._session import session
 from scrimp.errors import SessionError
 from scrimp.policy import Answer, Candidate, KeepNone, Policy
@@ -50,6 +51,7 @@ def checkpoint(fn: Any = None, /, *args: Any, policy: _Policy = KeepNone(), **kw
     return _run(fn, policy, args, kwargs)
 
 
+@never_compiled
 def _run(fn: Callable[..., Any], policy: _Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)

@@ -25,7 +25,13 @@ _NOMINAL = {"cpu": _Machine(1e11, 2e10, 2e-6), "cuda": _Machine(4e14, 2.5e12, 5e
 
 
 def call_seconds(call: Call) -> float:
-    """Estimate the time of one recorded call."""
+    """Estimate the time of one recorded call; it is worked out once."""
+    if call.seconds is None:
+        call.seconds = _call_seconds(call)
+    return call.seconds
+
+
+def _call_seconds(call: Call) -> float:
     outputs = [value for ref in call.outputs if (value := ref()) is not None]
     devices = [value.device.type for value in (*call.inputs, *outputs)]
     machine = _NOMINAL.get(devices[0] if devices else "cpu", _NOMINAL["cuda"])
@@ -45,10 +51,8 @@ def _flops(call: Call, outputs: list[Value]) -> float:
 
 def _shape(noted: Any) -> Any:
     match noted:
-        case Ref(value, geometry):
-            return list((geometry or value.geometry).size)
-        case Blank(geometry, _):
-            return list(geometry.size)
+        case Value() | Ref() | Blank():
+            return list(noted.geometry.size)
         case list():
             return [_shape(one) for one in noted]
     return noted

@@ -27,12 +27,11 @@ class DraftOp:
 
 @dataclass(slots=True)
 class DraftRun:
-    """A backward node, and the marks around it."""
+    """A backward node, and the marks around each of its operators."""
 
     name: str
     module: str
-    start: Any
-    end: Any
+    marks: tuple[tuple[Any, Any], ...]
     peak: int
     net: int
 
@@ -106,8 +105,8 @@ class Draft:
 
 def _event(event: DraftRun | Unpack | Release, newest: Sequence[int], meter: Meter) -> Event:
     if isinstance(event, DraftRun):
-        seconds = meter.seconds(event.start, event.end)
-        return Run(event.name, event.module, max(seconds, 0.0), event.peak, event.net)
+        seconds = sum(meter.seconds(start, end) for start, end in event.marks)
+        return Run(event.name, event.module, seconds, event.peak, event.net)
     return replace(event, value=newest[event.value])
 
 

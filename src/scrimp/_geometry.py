@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+_tuple_new = tuple.__new__
 
 
 class Geometry(NamedTuple):
@@ -24,16 +27,30 @@ class Geometry(NamedTuple):
 
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return the geometry of a strided tensor."""
+    dtype = tensor.dtype
+    return Geometry(
+        dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        dtype.is_complex and tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def geometry_of_result(tensor: Tensor) -> Geometry:
+    """Return the geometry of a tensor over memory that an operator has just made: that is never a negative view."""
     # This is done for every result of every operator; the constructor that NamedTuple makes takes three times as long.
-    return tuple.__new__(
+    dtype = tensor.dtype
+    return _tuple_new(
         Geometry,
         (
-            tensor.dtype,
+            dtype,
             tensor.shape,
             tensor.stride(),
             tensor.storage_offset(),
-            tensor.is_conj(),
-            tensor.is_neg(),
+            dtype.is_complex and tensor.is_conj(),
+            False,
         ),
     )
 
@@ -75,7 +92,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-_PLAIN_TYPES: dict[type, bool] = {Tensor: True, torch.nn.Parameter: True}
+_PLAIN_TYPES: dict[type, bool] = {}
+_STRIDED = torch.strided
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Tell whether ``tensor`` has a storage of its own, as sparse, nested and some subclasses' tensors have not."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
+        plain = _PLAIN_TYPES.get(kind)
+        if plain is None:
+            plain = _PLAIN_TYPES[kind] = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        if not plain:
+            return False
+    return tensor.layout is _STRIDED and not tensor.is_nested
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -84,15 +114,4 @@ def is_plain(tensor: Tensor) -> bool:
     Sparse, nested and mkldnn layouts, zero tensors and subclasses with a dispatch of their own are not. Nor are
     inference tensors, since writes to them leave no trace in a version counter.
     """
-    kind = type(tensor)
-    plain = _PLAIN_TYPES.get(kind)
-    if plain is None:
-        plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-        _PLAIN_TYPES[kind] = plain
-    return (
-        plain
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor._is_zerotensor()
-        and not tensor.is_inference()
-    )
+    return is_strided(tensor) and not tensor._is_zerotensor() and not tensor.is_inference()

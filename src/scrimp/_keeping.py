@@ -9,6 +9,7 @@ import threading
 
 from torch import Tensor
 
+from scrimp._compiler import never_compiled
 from scrimp._geometry import is_plain
 from scrimp._statistics import Ledger, State
 from scrimp.errors import SavedChangedError, saved_changed
@@ -36,6 +37,7 @@ class KeptHandle:
         self.storage = storage
         self.hooks = hooks
 
+    @never_compiled
     def __del__(self) -> None:
         if self.storage is not None:
             self.hooks.forget(self.storage)
@@ -49,6 +51,7 @@ class KeepingHooks:
         self._lock = threading.RLock()
         self._storages: dict[int, _Storage] = {}
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> KeptHandle:
         """Keep a tensor that autograd saves."""
         base = tensor if tensor._base is None else tensor._base
@@ -77,6 +80,7 @@ class KeepingHooks:
                 self._ledger.made.leave(storage.nbytes)
                 self._ledger.move(storage.nbytes, State.KEPT, State.ABSENT)
 
+    @never_compiled
     def unpack(self, handle: KeptHandle) -> Tensor:
         """Give autograd the tensor again, if it is still what was saved."""
         if handle.tensor._version != handle.version:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from scrimp._budget import Budget, format_bytes, parse_budget
 from scrimp._limiter import Limiter
-from scrimp._meter import CAPTURED, capacity_of, look_before, meter_for
+from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
 from scrimp._report import Measured, Report, report_on
 from scrimp._scope import Control
@@ -30,7 +30,11 @@ from scrimp.policy import KeepAll, Planned
 
 _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
-_MARGIN = 0.02  # of the budget, given up whenever the allocator could not place what a plan had promised to fit
+_WORTH_A_PLAN = 16  # a part of the budget: when that much more is free than a plan was made for, a new one is made
+_MARGIN = 0.01  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
+_PATIENCE = 2  # planned steps in which it may start over before: it has to get rid of what other steps left behind
+_TRIALS = 2  # steps for which a plan is on trial
+_FIRST_MARGIN = 0.01  # of the budget, on a GPU: what an allocator loses between the pieces of memory it gives out
 
 
 class _Line(threading.local):
@@ -53,6 +57,9 @@ class _Book:
         self.planned: dict[int, tuple[Trace, Plan]] = {}
         """By the identity of what is known, the latest plan and the trace that it is for."""
         self.settled: dict[int, int] = {}
+        """By the identity of what is known, how often what is there before it was looked up."""
+        self.carried_out: dict[int, int] = {}
+        """By the identity of what is known, in how many steps its plan was followed."""
         self.latest: Known | None = None
 
     def find(self, call: Call) -> Known | None:
@@ -85,8 +92,8 @@ class BudgetSession:
         self._module = module
         self._control = Control(KeepAll(), verify=False)
         self._book = _Book()
-        self._margin = 0.0
-        self._failures = 0
+        self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
+        self._failures = self._retries = self._tried = 0
         self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
@@ -170,15 +177,20 @@ class BudgetSession:
         policy = Planned(trace, plan)
         self._control.policy = policy
         limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
-        return KnownStep(limiter, known, policy, plan)
+        on_trial = self.device.type == "cuda" and self._book.carried_out.get(id(known), 0) < _TRIALS
+        return KnownStep(limiter, known, policy, plan, on_trial)
 
     def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
         """Return what is on the device now, before a step that is known."""
-        if self.device.type == "cpu":
-            seen = self._book.settled.get(id(known), 0)
-            if seen >= _STEPS_UNTIL_SETTLED and id(known) in self._book.planned:
-                return self._book.planned[id(known)][0].resident
-            self._book.settled[id(known)] = seen + 1
+        if id(known) in self._book.planned:
+            parts = self._book.planned[id(known)][0].resident
+            if self.device.type == "cuda":
+                total, level = sum(part.nbytes for part in parts), CudaMeter(self.device).level()
+                if level <= total <= level + self._stated // _WORTH_A_PLAN:
+                    return parts
+            elif self._book.settled.get(id(known), 0) >= _STEPS_UNTIL_SETTLED:
+                return parts
+        self._book.settled[id(known)] = self._book.settled.get(id(known), 0) + 1
         captured = tuple(part for part in known.trace.resident if part.name == CAPTURED)
         return (*look_before(self.device, self._modules, inputs).parts, *captured)
 
@@ -202,12 +214,13 @@ class BudgetSession:
         if old is not None:
             planned = sum(part.nbytes for part in old[0].resident)
             above = old[1].budget - planned
-            if now <= planned <= now + limit // 16 and self._limit(planned) == old[1].budget:
+            if now <= planned <= now + limit // _WORTH_A_PLAN and self._limit(planned) == old[1].budget:
                 return old
             if self._activations_only and above == limit - now:
                 return old
         found = self._solved(known, resident, limit)
         self._book.planned[id(known)] = found
+        self._book.carried_out[id(known)] = 0
         return found
 
     def _solved(self, known: Known, resident: tuple[Resident, ...], limit: int) -> tuple[Trace, Plan]:
@@ -237,15 +250,24 @@ class BudgetSession:
                     self._book.add(known, before)
             case KnownStep():
                 self._book.latest = step.known
+                self._book.carried_out[id(step.known)] = self._book.carried_out.get(id(step.known), 0) + 1
                 if step.departed:
                     self._book.forget(step.known)
                 elif step.ended is not None:
                     self._measured.add(step.limiter.meter, step.began, step.ended)
         if self.device.type == "cuda":
-            failures = int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
-            if isinstance(step, KnownStep) and failures > self._failures:
+            self._count_failures(step)
+
+    def _count_failures(self, step: Step) -> None:
+        """Plan for less where the allocator had to start over in several planned steps: memory is in pieces."""
+        statistics = torch.cuda.memory_stats(self.device)
+        retries, failures = statistics.get("num_alloc_retries", 0), statistics.get("num_ooms", 0)
+        if isinstance(step, KnownStep):
+            self._tried += retries > self._retries
+            if failures > self._failures or self._tried > _PATIENCE:
                 self._margin = min(self._margin + _MARGIN, 0.5)
-            self._failures = failures
+                self._tried = 0
+        self._retries, self._failures = retries, failures
 
     # -- as a context -----------------------------------------------------------------------------------------------
 
@@ -309,6 +331,8 @@ def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget
     if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
         raise SessionError("this model is limited already: call detach() of its session first")
     session = BudgetSession(budget, activations, device_of(model, ()), model)
+    if session.device.type == "cuda":
+        prefer_expandable_segments()
     forward, own = model.forward, "forward" in model.__dict__
 
     @functools.wraps(forward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch._ops import OpOverload
@@ -22,6 +22,14 @@ from scrimp.errors import BudgetError
 R = TypeVar("R")
 
 _SHARE_AFTER_FAILURE = 16  # of the budget: what is evicted at least when the allocator has failed
+
+
+class Cost(NamedTuple):
+    """What an operator took: marks on the device's clock, and bytes beyond those of its results."""
+
+    start: Any
+    end: Any
+    transient: int
 
 
 @final
@@ -83,6 +91,22 @@ class Limiter(Scope):
         """Make room for what an operator is about to make."""
         if self.awake and not self._making_room:
             self.make_room(self._forecast.result_bytes(func, args, kwargs))
+
+    def timed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Cost]:
+        """Run an operator, and say what it took of the device."""
+        self.make_room_for(func, args, kwargs)
+        meter = self.meter
+
+        def attempt() -> tuple[Any, Cost]:
+            level, requested = meter.level(), meter.requested()
+            meter.keep_busy()
+            start = meter.mark()
+            result = func(*args, **kwargs)
+            end = meter.mark()
+            within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
+            return result, Cost(start, end, max(within, 0))
+
+        return self.retried(attempt)
 
     def retried(self, attempt: Callable[[], R]) -> R:
         """Call ``attempt`` again, with more and more evicted, for as long as the device runs out of memory.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import gc
+import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from scrimp._live import LiveStorages, rounded
 from scrimp._trace import Resident
+
+_CYCLES = 100_000  # about 50 microseconds
 
 CAPTURED = "captured from outside"
 """The name of what a step used that nobody had told of before."""
@@ -47,6 +51,10 @@ class Meter(abc.ABC):
     @abc.abstractmethod
     def mark(self) -> Any:
         """Mark this moment on the device's clock."""
+
+    @abc.abstractmethod
+    def keep_busy(self) -> None:
+        """Give the device something to do while the host prepares what is going to be timed, so that it never idles."""
 
     @abc.abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
@@ -88,6 +96,9 @@ class HostMeter(Meter):
         """Read the clock."""
         return time.perf_counter()
 
+    def keep_busy(self) -> None:
+        """Do nothing: host and device are one."""
+
     def seconds(self, start: float, end: float) -> float:
         """Return the time between two marks."""
         return end - start
@@ -128,6 +139,10 @@ class CudaMeter(Meter):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def keep_busy(self) -> None:
+        """Wait on the device, longer than it takes the host to launch an operator."""
+        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the time between two events."""
         return float(start.elapsed_time(end)) / 1000
@@ -145,6 +160,17 @@ def meter_for(device: torch.device, resident: int) -> Meter:
 def capacity_of(device: torch.device) -> int | None:
     """Return how many bytes a device has, where that can be asked."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def prefer_expandable_segments() -> None:
+    """Have PyTorch's allocator map memory in pieces, unless the program has chosen its settings itself.
+
+    Otherwise a step that fits by its bytes may fail for want of so many bytes in a row.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its successor does not reach the CUDA allocator in 2.11
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 @dataclass(frozen=True, slots=True)

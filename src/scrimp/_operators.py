@@ -52,6 +52,13 @@ class Operator:
     """No version counter rises when it writes, since its schema does not say that it does."""
     random: bool
     replayable: bool
+    varies: bool
+    """Two runs of it may differ, on a GPU at least, if deterministic algorithms are not asked for."""
+    varies_on_cpu: bool
+    snapshots: bool
+    """Some arguments can change later without a trace in any version counter."""
+    picks_kernels: bool
+    """Settings of the process, such as whether cuDNN may be used and with which precision, say how it computes."""
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tensors that this call writes."""
@@ -79,19 +86,18 @@ class Operator:
 
         Batch norm in evaluation mode reads running statistics that training writes behind autograd's back.
         """
-        if self.overwrites_in_training is None or not self.writes or self.random:
-            return args
         if self._training(args):
             return args
         return [Frozen(arg.clone()) if i in self.writes and arg is not None else arg for i, arg in enumerate(args)]
 
     def repeats_on(self, device: torch.device) -> bool:
         """Tell whether running it twice on ``device`` gives the same bits."""
-        return (
-            device.type == "cpu"
-            or self.func.overloadpacket not in _VARIES_ON_GPU
-            or torch.are_deterministic_algorithms_enabled()
-        )
+        if not self.varies or (device.type == "cpu" and not self.varies_on_cpu):
+            return True
+        # Under `warn_only` an operator that has no deterministic kernel runs all the same.
+        strict = torch.are_deterministic_algorithms_enabled()
+        strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+        return strict and self.func.overloadpacket not in _ALWAYS_VARIES
 
 
 # The noise that comes out in training goes into a memory passed in; position of the flag.
@@ -116,13 +122,26 @@ _BLANKS = {
 }  # fmt: skip
 # State outside of their arguments: dropout descriptors of recurrent kernels.
 _STATEFUL = {aten._cudnn_rnn, aten._cudnn_init_dropout_state, aten.miopen_rnn}
-# Floating-point atomics: two runs of these on a GPU may differ in the last bit.
-_VARIES_ON_GPU = {
-    aten.bincount, aten.cumsum, aten.cumsum_, aten.histc, aten.index_add, aten.index_add_, aten.index_put,
-    aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put, aten.index_reduce, aten.index_reduce_,
-    aten.kthvalue, aten.median, aten.nll_loss2d_forward, aten.put, aten.put_, aten.scatter, aten.scatter_,
+# They add in parallel, by atomics or under a lock, so that two runs may differ in the last bit.
+_VARIES_ON_CPU = {
+    aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put, aten.put, aten.put_,
+}  # fmt: skip
+# These differ with deterministic algorithms as well, which do not know them: LAPACK's solver rounds by alignment, scans
+# add up what other blocks have ready, histograms with weights merge in any order.
+_ALWAYS_VARIES = {
+    aten.linalg_lstsq, aten.cumprod, aten.cumprod_, aten.logcumsumexp, aten._logcumsumexp, aten.histogram,
+    aten._histogramdd_from_bin_cts, aten._histogramdd_from_bin_tensors, aten.max_unpool2d, aten.max_unpool3d,
+}  # fmt: skip
+_VARIES_ON_GPU = _ALWAYS_VARIES | _VARIES_ON_CPU | {
+    aten.bincount, aten.cumsum, aten.cumsum_, aten.histc, aten.index_add, aten.index_add_, aten.index_reduce,
+    aten.index_reduce_, aten.kthvalue, aten.median, aten.nll_loss2d_forward, aten.scatter, aten.scatter_,
     aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
 }  # fmt: skip
+_VARIES_ON_CPU |= _ALWAYS_VARIES - {aten.cumprod, aten.cumprod_, aten.logcumsumexp, aten._logcumsumexp}
+# Parts of the names of operators that settings of backends matter to.
+_PICK_KERNELS = (
+    "mm", "mv", "dot", "addr", "conv", "rnn", "lstm", "gru", "linear", "attention", "norm", "cdist", "linalg", "mkldnn",
+)  # fmt: skip
 _KNOWN_NAMESPACES = {"aten", "prims"}
 _RESTORAGE_NAMES = ("set_", "resize_", "resize_as_")
 
@@ -168,16 +187,20 @@ def _describe(func: OpOverload) -> Operator:
         writes_uncounted=bool(writes) and not func._schema.is_mutable,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         replayable=(func.namespace in _KNOWN_NAMESPACES and packet not in _BLANKS and packet not in _STATEFUL),
+        varies=packet in _VARIES_ON_GPU,
+        varies_on_cpu=packet in _VARIES_ON_CPU,
+        snapshots=func in _BATCH_NORMS,
+        picks_kernels=any(part in func._schema.name for part in _PICK_KERNELS),
     )
 
 
-_known: dict[int, Operator] = {}
+# Those of custom operators stay, should they be destroyed: an id may be given to another one.
+_known: dict[OpOverload, Operator] = {}
 
 
 def operator(func: OpOverload) -> Operator:
     """Return the facts about ``func``; they are worked out once."""
-    found = _known.get(id(func))
-    # The identity is checked because a custom operator can be destroyed and its id be given to another one.
-    if found is None or found.func is not func:
-        found = _known[id(func)] = _describe(func)
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _describe(func)
     return found

@@ -50,9 +50,13 @@ class Outbox:
         """
         self._unsure.append((self._clock + 1, value))
 
-    def tick(self, sequence: int) -> None:
-        """Operator number ``sequence`` is about to run."""
+    def waits(self, sequence: int) -> bool:
+        """Take note that operator number ``sequence`` is about to run, and say whether :meth:`tick` has work to do."""
         self._clock = sequence
+        return bool(self._asked or self._unsure or self._due)
+
+    def tick(self, sequence: int) -> None:
+        """Do what is due before operator number ``sequence``."""
         while self._unsure and self._unsure[0][0] < sequence:
             self._asked.append(self._unsure.popleft()[1])
         for value in self._due.pop(sequence - 2, ()):

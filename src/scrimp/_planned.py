@@ -11,7 +11,7 @@ from scrimp._plan import Decision as PlannedDecision
 from scrimp._plan import Drop, Plan
 from scrimp._plan import Store as PlannedStore
 from scrimp._policy import DROP, KEEP, Answer, Candidate, Policy
-from scrimp._simulate import fixed_values, sources
+from scrimp._simulate import fixed_values, starts_unsaved
 from scrimp._trace import Trace, Unpack
 from scrimp._value import Timing
 from scrimp.errors import PolicyError
@@ -22,6 +22,14 @@ def _place(trace: Trace, value: int) -> tuple[int, int]:
     made = trace.values[value]
     assert made.op is not None, "what was there before the step has no place in it"
     return made.op, made.output
+
+
+_LARGEST_BLOCK = 512  # bytes; sizes in a trace are rounded up to the blocks of the device's allocator
+
+
+def _same_size(traced: int, nbytes: int) -> bool:
+    """Tell whether a traced size, rounded to an allocator's blocks, or 0 on a device without a budget, can be this."""
+    return not traced or 0 <= traced - nbytes < _LARGEST_BLOCK
 
 
 @final
@@ -56,7 +64,7 @@ class Planned(Policy):
         facts = index(trace)
         fixed = fixed_values(facts, plan.decisions)
         self._kept = {_place(trace, value) for value in facts.decided if fixed[value]}
-        self._needed = {_place(trace, value) for value in sources(facts, fixed) if facts.saved_at[value] < 0}
+        self._needed = {_place(trace, value) for value in starts_unsaved(facts, plan.decisions)}
         self.departed = False
         """Whether a step did something else than the traced one."""
 
@@ -98,10 +106,9 @@ class Planned(Policy):
     def _number(self, value: Candidate) -> int | None:
         op, _ = value.place
         number = self._ids.get(value.place)
-        if number is not None:
-            same = self._trace.values[number].nbytes == value.nbytes and self._trace.ops[op].name == value.name
-            if same:
-                return number
+        same_op = number is not None and self._trace.ops[op].name == value.name
+        if number is not None and same_op and _same_size(self._trace.values[number].nbytes, value.nbytes):
+            return number
         self.departed = True
         return None
 

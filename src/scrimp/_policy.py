@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import abc
-from enum import Enum
 
 import torch
 from torch._ops import OpOverload
 
 from scrimp._cost import replay_seconds
+from scrimp._decision import DROP, KEEP, Decision
 from scrimp._value import Timing, Value
 from scrimp.store import Store
 
-
-class Decision(Enum):
-    """What becomes of a value."""
-
-    KEEP = "keep"
-    DROP = "drop"
+__all__ = ["DROP", "KEEP", "Answer", "Candidate", "Decision", "Policy"]
 
 
 Answer = Decision | Store
 """What a policy says: keep, drop, or where to put it."""
-
-KEEP = Decision.KEEP
-DROP = Decision.DROP
 
 
 class Candidate:

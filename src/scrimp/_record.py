@@ -15,14 +15,28 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
-from scrimp._geometry import covers_storage, geometry_of, is_plain, private_copy
+from scrimp._compiler import never_compiled
+from scrimp._geometry import (
+    covers_storage,
+    geometry_of,
+    geometry_of_result,
+    is_plain,
+    is_strided,
+    private_copy,
+)
 from scrimp._operators import Kind, Operator, operator
 from scrimp._rng import draw_before
 from scrimp._streams import stream_of
-from scrimp._value import Blank, Call, Ref, Value, release, secure, share
+from scrimp._value import Blank, Call, Ref, Shown, Value, release, secure, share
 
 if TYPE_CHECKING:
     from scrimp._scope import Scope
+
+
+_NOTHING: Mapping[str, Any] = {}
+_tuple_new = tuple.__new__
+_COMPUTE, _LOOK = Kind.COMPUTE, Kind.LOOK
+_is_grad_enabled = torch._C.is_grad_enabled
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -42,11 +56,15 @@ class Recorder:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         """The innermost session now; operators are recorded under it."""
+        self.paused = 0
+        """How many stretches of code run now that are none of this session's business."""
         self._lock = threading.RLock()
         self._depth = 0
         self._released: deque[Value] = deque()
         self._replayed: dict[int, set[Value]] = {}
         self._values: dict[int, Value] = {}
+        self._written: list[Value] = []
+        """Saved values that the last operator overwrote."""
         self._sequence = 0
         self._environment = _environment.current()
 
@@ -59,7 +77,8 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         if self._depth == 1:
-            self._settle_released()
+            if self._released:
+                self._settle_released()
             self.scope.outbox.send()
         self._depth -= 1
         self._lock.release()
@@ -80,9 +99,15 @@ class Recorder:
             value = self._released.popleft()
             value.handles -= 1
             if not value.handles and not value.external:
-                value.scope.ledger.made.leave(value.nbytes)
-            value.settle()
-            _drop_if_stale(value)
+                made = value.scope.ledger.made
+                made.leave(value.nbytes)
+                if not made.count:
+                    value.scope.forget_candidates()
+            if value.passing and value.secured and not value.rooted:
+                value.let_go()
+            if not value.handles:
+                value.settle()
+                _drop_if_stale(value)
             release(value)
 
     def drop_again_after(self, task: int, values: set[Value]) -> None:
@@ -101,11 +126,20 @@ class Recorder:
 
     # -- storages and their values ----------------------------------------------------------------------------------
 
+    def known(self, tensor: Tensor) -> Value | None:
+        """Return the value that a tensor looks at if that is certain at first sight."""
+        if not is_strided(tensor):
+            return None
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        return None if value is None or tensor._version > value.at_birth else value
+
     def find(self, tensor: Tensor) -> Value:
         """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
         value = self._values.get(tensor.untyped_storage()._cdata)
-        if value is not None and tensor._version <= value.seen:
-            return value
+        if value is not None:
+            version = tensor._version
+            if version <= value.at_birth or (version <= value.seen and value.born() is not tensor):
+                return value
         # Unknown, or written without a word to the dispatcher: either way nobody can say how to make it again.
         return self._adopt(tensor, external=value is None or value.external)
 
@@ -127,7 +161,8 @@ class Recorder:
         """Say that ``tensor``'s storage holds a new value from now on."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        value = Value(tensor, storage.nbytes(), self.scope, call, index)
+        geometry = geometry_of(tensor) if call is None else geometry_of_result(tensor)
+        value = Value(tensor, geometry, storage.nbytes(), self.scope, call, index)
         if tensor.is_cuda:
             value.stream = stream_of(value.device)
         ref = _StorageRef(storage, self._forget)
@@ -155,12 +190,14 @@ class Recorder:
     def close(self) -> None:
         """Forget every storage: nothing more will be recorded. What autograd saved lives on with its handles."""
         with self:
+            self.settle_writes()
             self.scope.outbox.flush()
             values = [*self._values.values(), *self.scope.outbox.inputs]
             self.scope.outbox.inputs.clear()
             self._values.clear()
             for value in values:
-                value.storage = None
+                storage = value.storage() if value.storage is not None else None
+                value.storage = weakref.ref(storage) if storage is not None else None  # one without a tie to us
                 value.rooted = False
                 if value.demand == 0 and (value.tensor is not None or value.copy is not None):
                     value.let_go()
@@ -171,9 +208,9 @@ class Recorder:
         """Run an operator and take note of what it reads, makes and writes."""
         facts = operator(func)
         kind = facts.kind
-        if kind is Kind.COMPUTE:
+        if kind is _COMPUTE:
             return self._compute(facts, args, kwargs)
-        if kind is Kind.LOOK or not is_plain(args[0]):
+        if kind is _LOOK or not is_plain(args[0]):
             return func(*args, **kwargs)
         with self:
             if kind is Kind.RESTORAGE:
@@ -186,30 +223,46 @@ class Recorder:
         return result
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)] if facts.writes else []
         self._sequence += 1
+        outbox = self.scope.outbox
+        if outbox.waits(self._sequence) or self._written:
+            with self:
+                self.settle_writes()
+                outbox.tick(self._sequence)
+        if facts.writes:
+            return self._compute_and_write(facts, args, kwargs)
+        call = self._note(facts, args, kwargs, ())
+        result = self._execute(facts.func, args, kwargs)
+        self._made(facts, call, (result,) if type(result) is Tensor else list(tensors_in(result)))
+        return result
+
+    def _compute_and_write(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        written = [tensor for tensor in facts.written(args, kwargs) if is_plain(tensor)]
         with self:
-            self.scope.outbox.tick(self._sequence)
-            try:
-                call = self._note(facts, args, kwargs, written)
-            except _UnrepeatableError:
-                call = None
+            call = self._note(facts, args, kwargs, written)
             external = [self._before_write(tensor) for tensor in written]
         result = self._execute(facts.func, args, kwargs)
         results = list(tensors_in(result))
-        if call is not None and results and not facts.repeats_on(results[0].device):
+        if call is not None and written and facts.varies and not facts.repeats_on(written[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
-            if not facts.writes_uncounted:
-                value.version += 1  # autograd counts the write only after this operator has returned to it
-            value.seen = max(value.seen, value.version)
+            value.written(counted=not facts.writes_uncounted)
+        self._made(facts, call, results)
+        return result
+
+    def _made(self, facts: Operator, call: Call | None, results: Sequence[Tensor]) -> None:
+        """Take note of what an operator has returned, as far as that is not memory that was there before."""
+        if call is not None and facts.varies and results and not facts.repeats_on(results[0].device):
+            call = None
+        # What is made from plain tensors is plain if it is strided.
+        plain = is_plain if call is None else is_strided
+        values = self._values
         for index, tensor in enumerate(results):
-            if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
+            if plain(tensor) and tensor.untyped_storage()._cdata not in values:
                 value = self._enter(tensor, call, index)
                 if call is None:
                     value.made_at = self._sequence
-        return result
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that makes something."""
@@ -223,49 +276,75 @@ class Recorder:
         Inside ``no_grad`` it never is: that is where custom Functions run their kernels, some of which write to tensors
         unseen by the dispatcher, and what is computed there is seldom worth dropping.
         """
-        if not facts.replayable or not torch.is_grad_enabled():
+        if not facts.replayable or not _is_grad_enabled():
             return None
-        blank = () if not written or facts.reads_what_it_writes(args) else [t for t in written if covers_storage(t)]
+        blank = [] if not written or facts.reads_what_it_writes(args) else _blanks(written, args, kwargs)
         inputs: dict[Value, None] = {}
-        noted_args = [self._noted(argument, blank, inputs) for argument in facts.with_snapshots(args)]
-        noted_kwargs = {name: self._noted(argument, blank, inputs) for name, argument in kwargs.items()}
+        noted_kwargs: Mapping[str, Any] = _NOTHING
+        try:
+            if facts.snapshots:
+                args = facts.with_snapshots(args)
+            if blank:
+                noted_args = [self._noted_or_blank(argument, blank, inputs) for argument in args]
+                if facts.averages:
+                    noted_args = _without_averages(facts, noted_args)
+                noted_kwargs = {name: self._noted_or_blank(one, blank, inputs) for name, one in kwargs.items()}
+            else:
+                noted_args = [
+                    self._ref(one, inputs) if isinstance(one, Tensor) else self._noted(one, inputs) for one in args
+                ]
+                if kwargs:
+                    noted_kwargs = {name: self._noted(one, inputs) for name, one in kwargs.items()}
+        except _UnrepeatableError:
+            return None
         draw = None
         if facts.random:
             draw = draw_before(args, kwargs)
             if draw is None:
                 return None
-        if _environment.changed_since(self._environment):
+        if _environment.changed_since(self._environment, facts.picks_kernels):
             self._environment = _environment.current()
-        changed = [self.find(tensor) for tensor in written if not _is_among(tensor, blank)]
-        return Call(
-            facts, noted_args, noted_kwargs, tuple(inputs), tuple(changed), draw, self._environment, self._sequence
-        )
+        changed = tuple([self.find(tensor) for tensor in written if not _is_among(tensor, blank)]) if written else ()
+        return Call(facts, noted_args, noted_kwargs, tuple(inputs), changed, draw, self._environment, self._sequence)
 
-    def _noted(self, argument: Any, blank: Sequence[Tensor], inputs: dict[Value, None]) -> Any:
+    def _noted_or_blank(self, argument: Any, blank: Sequence[Tensor], inputs: dict[Value, None]) -> Any:
+        """Like :meth:`_noted`, for a call that overwrites ``blank`` without reading it."""
+        if isinstance(argument, Tensor) and _is_among(argument, blank):
+            return Blank(geometry_of(argument), argument.device)
+        if isinstance(argument, (list, tuple)):
+            return [self._noted_or_blank(one, blank, inputs) for one in argument]
+        return self._noted(argument, inputs)
+
+    def _noted(self, argument: Any, inputs: dict[Value, None]) -> Any:
         """Return what stands for an argument in a recorded call, and add the value that it reads to ``inputs``."""
         if isinstance(argument, Tensor):
-            if blank and _is_among(argument, blank):
-                return Blank(geometry_of(argument), argument.device)
-            if not is_plain(argument):
-                raise _UnrepeatableError
-            value = self._read(argument)
-            inputs[value] = None
-            return Ref(value, None if value.born() is argument else geometry_of(argument))
+            return self._ref(argument, inputs)
         if isinstance(argument, (list, tuple)):
-            return [self._noted(one, blank, inputs) for one in argument]
+            return [self._noted(one, inputs) for one in argument]
         return argument
 
-    def _read(self, tensor: Tensor) -> Value:
-        value = self.find(tensor)
+    def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
+        """Return what stands for a tensor argument: the value that it shows as it was made, or another look at one."""
+        value = self._values.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
+        if value is None or tensor._version > value.at_birth:
+            if not is_plain(tensor):
+                raise _UnrepeatableError
+            value = self.find(tensor)
         if value.scope is not self.scope and value.call is not None and not value.boundary:
-            value.boundary = True
-            around = value.scope.around(self.scope)
-            if around is not value.scope:
-                value.decided = False  # an inner policy has decided, if at all, for its own region only
-            around.decide(value)
-            if value.pinned and value.demand and value.tensor is None and value.copy is None:
-                value.hold_through(tensor)
-        return value
+            with self:
+                self._cross(value, tensor)
+        inputs[value] = None
+        return value if value.is_what_was_made(tensor) else Ref(value, geometry_of(tensor))
+
+    def _cross(self, value: Value, tensor: Tensor) -> None:
+        """Decide about a value that one region made and another reads."""
+        value.boundary = True
+        around = value.scope.around(self.scope)
+        if around is not value.scope:
+            value.decided = False  # an inner policy has decided, if at all, for its own region only
+        around.decide(value)
+        if value.pinned and value.demand and value.tensor is None and value.copy is None:
+            value.hold_through(tensor)
 
     def _before_write(self, tensor: Tensor) -> bool:
         """Save what a coming write destroys, if anybody is going to need it; tell whether the storage is external."""
@@ -278,14 +357,32 @@ class Recorder:
         if value.demand == 0:
             value.let_go()
         if value.tensor is None:
+            if value.handles and value.copy is None:
+                self._written.append(value)
             return value.external
         if value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
             value.stale = True
             _drop_if_stale(value)
         else:
+            if value.handles and value.witness is not None:
+                value.shown = Shown(value.tensor, value.witness, value.version)
             copy = private_copy(value.tensor)
             value.hold(copy, copy)
         return value.external
+
+    def settle_writes(self) -> None:
+        """See that autograd is given what it would have, where a saved and dropped value was overwritten.
+
+        Where the version of the tensor that was saved has risen, it would refuse; so what is given does not matter. But
+        a write through ``tensor.data`` goes unnoticed, and autograd then uses what has been written.
+        """
+        while self._written:
+            value = self._written.pop()
+            born = value.born()
+            if born is not None and value.handles and value.tensor is None and born._version == value.at_birth:
+                alias = share(born)
+                value.hold(alias, alias)
+                value.stale = True
 
     def _wrote(self, tensor: Tensor, call: Call | None, index: int, external: bool) -> Value:
         value = self._enter(tensor, call, index)
@@ -297,9 +394,25 @@ class Recorder:
         return value
 
 
+def _without_averages(facts: Operator, noted_args: list[Any]) -> list[Any]:
+    """Leave out running averages, which a replay can do without, so that they get no memory in it."""
+    return [
+        None if isinstance(noted, Blank) and isinstance(argument.type, torch.OptionalType) else noted
+        for noted, argument in zip(noted_args, facts.func._schema.arguments, strict=False)
+    ]
+
+
 def _drop_if_stale(value: Value) -> None:
-    if value.stale and not value.handles and value.tensor is not None:
-        value.let_go()
+    if not value.handles:
+        value.shown = None
+        if value.stale and value.tensor is not None:
+            value.let_go()
+
+
+def _blanks(written: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return those that are overwritten as a whole, and are not read as another argument of the same call."""
+    given = list(tensors_in([*args, *kwargs.values()]))
+    return [tensor for tensor in written if covers_storage(tensor) and sum(one is tensor for one in given) == 1]
 
 
 def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
@@ -329,15 +442,30 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
+        self.recorder = recorder
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as such: what its kernels make is kept."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps the method below in one that imports the compiler, seconds long, and costs a microsecond
+        # an operator. `never_compiled` does what that is for.
+        return False
+
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if replaying.active or not isinstance(func, OpOverload):
-            return func(*args, **(kwargs or {}))
-        for kind in types:
-            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                # A subclass with a dispatch of its own: let it take itself apart, and see what it calls on its parts.
-                return NotImplemented
-        return self._recorder.run(func, args, kwargs or {})
+        if kwargs is None:
+            kwargs = _NOTHING
+        if replaying.active or self.recorder.paused or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if types:
+            for kind in types:
+                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                    # A subclass with a dispatch of its own: let it take itself apart, and see what it calls.
+                    return NotImplemented
+        return self.recorder.run(func, args, kwargs)

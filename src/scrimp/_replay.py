@@ -143,24 +143,31 @@ class Replay:
 
 def _repeated(call: Call, given: Mapping[Value, Tensor]) -> list[Tensor]:
     """Run the operator again; return its results and then the tensors that it wrote."""
+    args = [_argument(noted, given) for noted in call.args]
+    kwargs = {name: _argument(noted, given) for name, noted in call.kwargs.items()}
+    func = call.operator.func
+    if call.draw is None:
+        result = func(*args, **kwargs)
+    else:
+        with drawn_again(call.draw):
+            result = func(*args, **kwargs)
+    produced = [result] if type(result) is Tensor else list(tensors_in(result))
+    return [*produced, *call.operator.written(args, kwargs)] if call.operator.writes else produced
 
-    def argument(noted: Any) -> Any:
-        match noted:
-            case Ref(value, geometry):
-                return given[value] if geometry is None else look(given[value], geometry)
-            case Blank(geometry, device):
-                return fresh(geometry, device)
-            case Frozen(tensor):
-                return tensor.clone()
-            case list():
-                return [argument(one) for one in noted]
-        return noted
 
-    args = [argument(noted) for noted in call.args]
-    kwargs = {name: argument(noted) for name, noted in call.kwargs.items()}
-    with drawn_again(call.draw):
-        result = call.operator.func(*args, **kwargs)
-    return [*tensors_in(result), *call.operator.written(args, kwargs)]
+def _argument(noted: Any, given: Mapping[Value, Tensor]) -> Any:
+    match noted:
+        case Value():
+            return given[noted]
+        case Ref(value, geometry):
+            return look(given[value], geometry)
+        case Blank(geometry, device):
+            return fresh(geometry, device)
+        case Frozen(tensor):
+            return tensor.clone()
+        case list():
+            return [_argument(one, given) for one in noted]
+    return noted
 
 
 def _checked(value: Value, produced: list[Tensor]) -> Tensor:

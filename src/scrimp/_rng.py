@@ -19,7 +19,7 @@ class Draw(NamedTuple):
 
 def default_generator(device: torch.device) -> torch.Generator | None:
     """Return the generator that operators on ``device`` use when none is passed, if that device has one."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):  # on meta nothing is drawn; what is only described counts as repeatable
         return torch.default_generator
     backend = getattr(torch, device.type, None)
     generators: Sequence[torch.Generator] = getattr(backend, "default_generators", ())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from scrimp._compiler import never_compiled
 from scrimp._fetch import expect_backward, fetched
 from scrimp._geometry import Geometry, geometry_of, is_plain, look, same_bits
 from scrimp._record import Recorder
@@ -19,6 +20,7 @@ from scrimp._streams import ready_now, wait_until
 from scrimp._value import Value, release, secure
 from scrimp.errors import ReplayMismatchError, SavedChangedError, saved_changed
 
+_getframe = sys._getframe
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -32,6 +34,7 @@ class Handle:
         self.geometry = geometry
         self.recorder = recorder
 
+    @never_compiled
     def __del__(self) -> None:
         self.recorder.release_handle(self.value)
 
@@ -74,25 +77,30 @@ class Hooks:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Any:
         """Replace a tensor that autograd saves by a handle."""
         # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
-        by_function = sys._getframe(1).f_code is _APPLY
-        return self._packed(tensor, by_function)
+        return self._packed(tensor, by_function=_getframe(1).f_code is _APPLY)
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
-        if not is_plain(tensor):
+        recorder = self._recorder
+        value = recorder.known(tensor)
+        if value is None and not is_plain(tensor):
             if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
                 return Parts(tensor, lambda part: self._packed(part, by_function))
             return Whole(tensor)
-        with self._recorder as recorder:
-            value = recorder.find(tensor)
+        with recorder:
+            if value is None:
+                value = recorder.find(tensor)
             self._save(value, tensor, by_function)
-            geometry = None if value.born() is tensor else geometry_of(tensor)
+            if value.is_what_was_made(tensor):
+                return Handle(value, None, recorder)
+            geometry = geometry_of(tensor)
             return Handle(value, None if geometry == value.geometry else geometry, recorder)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
-        if value.call is not None and not by_function:
+        if not value.decided and value.call is not None and not by_function:
             value.scope.around(self._scope).decide(value)
         if not value.handles and not value.external:
             value.scope.ledger.made.enter(value.nbytes)
@@ -112,6 +120,7 @@ class Hooks:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
         match packed:
@@ -123,13 +132,18 @@ class Hooks:
                 return tensor
         value = packed.value
         with packed.recorder as recorder:
+            recorder.settle_writes()
             expect_backward(recorder, value)
             if value.tensor is not None and not value.unchanged():
                 raise SavedChangedError(saved_changed(f"a tensor ({value})"))
-            if value.tensor is not None:
+            if value.shown is not None:
+                tensor, witness, version = value.shown
+                if witness._version != version:
+                    raise SavedChangedError(saved_changed(f"a tensor ({value})"))
+            elif value.tensor is not None:
                 tensor = value.tensor
                 wait_until(value.ready, tensor)
-                if value.replayed and value.demand == 1:
+                if value.replayed and _is_for_one_use(value):
                     value.let_go()  # nobody but the caller needs it, and not even the caller to the end of its node
             else:
                 there = fetched(value, recorder) if value.is_away else None
@@ -177,6 +191,7 @@ def _bring_back(target: Value, recorder: Recorder) -> Tensor:
         value.hold(results[value], results[value])
         value.ready = ready
         value.replayed = True
+        value.passing = value.passes >= 0
         value.scope.offer(value)
     if keep:
         recorder.drop_again_after(task, keep)
@@ -213,13 +228,13 @@ def _worth_keeping(replay: Replay) -> set[Value]:
         if value.tensor is None
         and value.copy is None
         and not value.overwritten
-        and not (value is replay.target and value.demand == 1)
+        and not (value is replay.target and _is_for_one_use(value))
         and value.scope in around
         and (value.handles or (value.boundary and value.demand))
     ]
     for value in wanted:
         value.passes -= 1
-    wanted = [value for value in wanted if value.passes < 0 or (value is replay.target and value.handles > 1)]
+    wanted = [value for value in wanted if value.passes < 0 or value is replay.target]
     # Backward goes from the end to the beginning: of what does not all fit, the latest is needed first.
     wanted.sort(key=lambda value: (value is replay.target, value.call.sequence if value.call else 0), reverse=True)
     room = {scope: scope.room() for scope in around}
@@ -230,6 +245,14 @@ def _worth_keeping(replay: Replay) -> set[Value]:
             keep.add(value)
             room[value.scope] = None if left is None else left - value.nbytes
     return keep
+
+
+def _is_for_one_use(target: Value) -> bool:
+    """Tell whether only the caller needs it: then it goes sooner than its handle.
+
+    What the same call returned as well may be asked for next, and must not be computed together with a second copy.
+    """
+    return target.demand == 1 and target.call is not None and len(target.call.outputs) == 1
 
 
 def _mismatch(value: Value) -> str:

@@ -68,15 +68,17 @@ class Scope:
         value.number = self.control.decided
         self.control.decided += 1
         value.decided = True
-        answer = self.control.policy.decide(Candidate(value)) if self.control.enabled else KEEP
+        candidate = Candidate(value)
+        answer = self.control.policy.decide(candidate) if self.control.enabled else KEEP
         value.pinned = answer is not DROP
         value.store = answer if isinstance(answer, Store) else None
         if value.store is not None:
-            value.timing = self.control.policy.timing(Candidate(value))
+            value.timing = self.control.policy.timing(candidate)
             if value.tensor is not None:
                 self.outbox.add(value)
-        value.passes = 0 if value.pinned else self.control.policy.passes(Candidate(value))
-        value.move_to(self)
+        value.passes = 0 if value.pinned else self.control.policy.passes(candidate)
+        if value.scope is not self:
+            value.move_to(self)
 
     def place_opaque(self, value: Value) -> None:
         """Ask the policy where a value goes that autograd saves and nobody can replay."""
@@ -121,6 +123,11 @@ class Scope:
             if not gone:
                 break  # of what is kept, nothing is left that could be had again
         return True
+
+    def forget_candidates(self) -> None:
+        """Let go of the values that could be evicted, once autograd needs none of them any more."""
+        self._unrated.clear()
+        self._evictable.clear()
 
     def _send_or_drop(self, value: Value) -> bool:
         """Send a kept value away, or drop it; tell whether it is gone."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, overload
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from scrimp._budget import Budget
+from scrimp._compiler import never_compiled
 from scrimp._keeping import KeepingHooks
+from scrimp._limit import BudgetSession
 from scrimp._record import Recorder, RecordMode
 from scrimp._saved import Hooks
 from scrimp._scope import Control, Scope
 from scrimp._statistics import Statistics
-from scrimp.errors import SessionError
+from scrimp.errors import PolicyError, SessionError
 from scrimp.policy import Answer, Candidate, KeepAll, Policy, as_policy
 
 
@@ -24,6 +29,22 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Run the block as if no session were open around it. Sessions that are entered inside it work as usual."""
+    modes = _get_current_dispatch_mode_stack()
+    recorders = [mode.recorder for mode in modes if isinstance(mode, RecordMode)]
+    outer, _current.recorder = _current.recorder, None
+    for recorder in recorders:
+        recorder.paused += 1
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.paused -= 1
+        _current.recorder = outer
 
 
 class Session:
@@ -63,6 +84,7 @@ class Session:
         """What the session did so far and holds now."""
         return self._control.ledger.snapshot(self._control.policy.budget)
 
+    @never_compiled
     def __enter__(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is open already; to nest sessions, make another one")
@@ -94,6 +116,7 @@ class Session:
             self._open = stack.pop_all()
         return self
 
+    @never_compiled
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -103,15 +126,33 @@ class Session:
         stack.__exit__(kind, error, trace)
 
 
-def session(policy: Policy | Callable[[Candidate], Answer], *, verify: bool = False) -> Session:
-    """Return a context manager under which autograd saves only what ``policy`` keeps.
+@overload
+def session(policy: Policy | Callable[[Candidate], Answer], *, verify: bool = ...) -> Session: ...
+@overload
+def session(
+    policy: Budget | None = ..., *, activations: Budget | None = ..., device: torch.device | str | None = ...
+) -> BudgetSession: ...
+def session(
+    policy: Policy | Callable[[Candidate], Answer] | Budget | None = None,
+    *,
+    verify: bool = False,
+    activations: Budget | None = None,
+    device: torch.device | str | None = None,
+) -> Session | BudgetSession:
+    """Return a context manager under which autograd saves only what ``policy`` keeps, or what a budget allows.
+
+    With a budget in bytes instead of a policy, the steps that begin in the block are recorded, planned and held under
+    the budget as :func:`scrimp.limit` does for a model; enter the same session in every step.
 
     What is dropped is computed again, exactly, when backward asks for it. Backward may run inside the block or outside,
     now or later, in any thread. A session can be entered again after it was left, and sessions nest: what an inner
     one saves is decided by its own policy, what crosses its border by the policy around it.
 
     Args:
-        policy: Decides for each value; see :mod:`scrimp.policy`.
+        policy: Decides for each value; see :mod:`scrimp.policy`. Or the bytes that the device may hold at any moment of
+            the step: ``"8GiB"``, ``"8 GB"``, an int, or a fraction of the device such as ``0.9``.
+        activations: Instead of both: bytes for what the step makes, beyond what was there before.
+        device: The one that a budget is for; without it the current GPU, or the CPU where there is none.
         verify: Keep a copy of each dropped value in host memory and compare it, bit by bit, with what its replay gives;
             raise :class:`scrimp.errors.ReplayMismatchError` where they differ. For tests: it saves no memory.
 
@@ -122,5 +163,17 @@ def session(policy: Policy | Callable[[Candidate], Answer], *, verify: bool = Fa
     >>> session.statistics.kept.bytes
     0
     >>> loss.backward()
+    >>> limited = scrimp.session(activations="10 kB")
+    >>> for _ in range(2):
+    ...     with limited:
+    ...         loss = model(torch.randn(4, 8)).square().sum()
+    ...     loss.backward()
+    >>> limited.plan.peak <= limited.plan.budget
+    True
     """
+    if activations is not None or policy is None or isinstance(policy, (int, float, str)):
+        if verify:
+            raise PolicyError("verify=True compares what a policy drops; a session with a budget has none")
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        return BudgetSession(policy, activations, torch.device(device or default), None)  # type: ignore[arg-type]
     return Session(as_policy(policy), verify)

@@ -20,7 +20,7 @@ from ._replay_cost import needed_ops, replay_cost
 from ._trace import Release, Run, Trace, Unpack
 from .errors import PlanError
 
-__all__ = ["Span", "Timeline", "check_decisions", "hold_ends", "simulate", "simulate_index"]
+__all__ = ["Span", "Timeline", "check_decisions", "hold_ends", "simulate", "simulate_index", "starts_unsaved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +133,15 @@ def fixed_values(facts: Index, decisions: Mapping[int, Decision]) -> list[bool]:
     return fixed
 
 
-def sources(facts: Index, fixed: list[bool]) -> set[int]:
-    """The values made during the step from which the replays of what is not ``fixed`` start."""
-    needed = [not fixed[value] and facts.saved_at[value] >= 0 for value in range(len(fixed))]
-    found: set[int] = set()
-    for op in range(len(facts.reads) - 1, -1, -1):
-        if any(needed[value] for value in facts.outputs[op]):
-            for value in facts.reads[op]:
-                if fixed[value]:
-                    found.add(value)
-                else:
-                    needed[value] = True
-    return found
+def starts_unsaved(facts: Index, decisions: Mapping[int, Decision]) -> set[int]:
+    """The values that autograd does not save but a replay starts from, since nothing can bring them back."""
+    fixed = fixed_values(facts, decisions)
+    ends = hold_ends(facts, fixed)
+    return {
+        value
+        for value, owner in enumerate(facts.owner)
+        if owner >= 0 and fixed[value] and facts.saved_at[value] < 0 and ends[value] >= 0
+    }
 
 
 def simulate_index(facts: Index, decisions: Mapping[int, Decision]) -> Timeline:
@@ -252,7 +249,7 @@ class _Machine:
                 assert isinstance(decision, Drop)
                 self.computed[value] = self.computed.get(value, 0) + 1
                 if self.computed[value] > decision.passes:
-                    until = self.facts.last_release[value]
+                    until = self.ends[value]
                 elif value == target:
                     until = next((at for at in self.facts.releases[value] if at > moment), self.facts.moments)
                 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Statistics:
         return None if self.budget is None else self.kept.bytes / max(self.budget, 1)
 
 
-class State(Enum):
+class State(IntEnum):  # the hash of an Enum is computed in Python
     """Where a value's bytes are, as far as scrimp is concerned."""
 
     ABSENT = auto()
@@ -69,7 +69,8 @@ class Counter:
         self.count += 1
         self.total += 1
         self.bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes = self.bytes
 
     def leave(self, nbytes: int) -> None:
         """Take a value out."""

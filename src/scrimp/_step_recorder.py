@@ -23,7 +23,7 @@ from scrimp._saved import Handle, Hooks
 from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
-from scrimp._value import Call, Value
+from scrimp._value import Call, Ref, Value
 
 _SMALL = 512  # what takes no more than this part of the budget is held even though nobody may need it
 
@@ -70,25 +70,23 @@ class StepRecorder(Recorder):
         if call is not None:
             still_read = {self.ids[value] for value in call.inputs}
             op.reads = tuple(value for value in reads if value in still_read)
+        else:  # what it wrote over is none of its inputs: that was gone before
+            op.reads = tuple(value for value in reads if draft.values[value].dies_after in (None, number))
         op.replayable = call is not None
         return result
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        limiter, meter, op = self.limiter, self.limiter.meter, self.draft.ops[-1]
-        limiter.make_room_for(func, args, kwargs)
-        level, requested = meter.level(), meter.requested()
-        op.start = meter.mark()
-        result = limiter.retried(lambda: func(*args, **kwargs))
-        op.end = meter.mark()
-        op.transient = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
+        op = self.draft.ops[-1]
+        result, (op.start, op.end, op.transient) = self.limiter.timed(func, args, kwargs)
         return result
 
-    def _read(self, tensor: Tensor) -> Value:
-        value = super()._read(tensor)
+    def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
+        noted = super()._ref(tensor, inputs)
+        value = noted.value if isinstance(noted, Ref) else noted
         gone_for_good = value.call is None and value.tensor is None
         if gone_for_good and value.nbytes * _SMALL <= (self.limiter.budget or 0):
             self._root(value, tensor)  # little enough to hold for those who may have to be replayed from it
-        return value
+        return noted
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +233,4 @@ class StepHooks(Hooks):
         """Give autograd the tensor that a handle stands for."""
         if isinstance(packed, Handle):
             self._step.note_unpack(packed.value)
-        tensor = super().unpack(packed)
-        self._step.backward.begin()
-        return tensor
+        return super().unpack(packed)

@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 
+from scrimp._ambient import Ambient
 from scrimp._draft import Draft
 from scrimp._limiter import Limiter
 from scrimp._meter import Before
@@ -167,11 +169,37 @@ class _FollowingHooks(Hooks):
         return super().unpack(packed)
 
 
+class _RetryMode(RecordMode):  # type: ignore[no-untyped-call]
+    """Shows the operators of the forward pass to a recorder, and starts those over that run out of memory later."""
+
+    def __init__(self, recorder: _Follower) -> None:
+        super().__init__(recorder)
+        self._limiter = recorder.limiter
+        self.inside = False
+        """Code of a planned call is running."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.inside and torch._C._current_graph_task_id() == -1:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return self._limiter.retried(lambda: func(*args, **(kwargs or {})))
+
+
 @final
 class KnownStep(Step):
-    """A step that was recorded before, carried out as planned."""
+    """A step that was recorded before, carried out as planned.
 
-    def __init__(self, limiter: Limiter, known: Known, policy: Planned, plan: Plan) -> None:
+    Args:
+        limiter: its scope.
+        known: what was recorded.
+        policy: does what the plan says.
+        plan: the plan.
+        on_trial: whether it is the first with its plan: then operators of backward, too, are started over if they run
+            out of memory, which an allocator can although the bytes suffice.
+    """
+
+    def __init__(self, limiter: Limiter, known: Known, policy: Planned, plan: Plan, on_trial: bool) -> None:
         self.known = known
         self.plan = plan
         self.limiter = limiter
@@ -179,6 +207,8 @@ class KnownStep(Step):
         self._policy = policy
         self._recorder = _Follower(limiter, [op.name for op in known.trace.ops], policy)
         self._hooks = _FollowingHooks(self._recorder, limiter)
+        self._mode = _RetryMode(self._recorder)
+        self._ambient = Ambient(self._mode) if on_trial else None
         self._plain = not any(isinstance(decision, Drop) for decision in plan.decisions.values())
         self._done = 0
 
@@ -207,17 +237,24 @@ class KnownStep(Step):
             yield  # all is kept: there is nothing to do
             return
         self._recorder.place(self.known.spans[number][0])
+        self._mode.inside = True
         try:
             with ExitStack() as stack:
-                stack.enter_context(RecordMode(self._recorder))
+                if self._ambient is None:
+                    stack.enter_context(RecordMode(self._recorder))
+                else:
+                    self._ambient.enter()
                 stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
                 yield
         finally:
+            self._mode.inside = False
             if self._done == len(self.known.calls):
                 self._recorder.close()
 
     def finish(self) -> None:
         """Forget every storage."""
+        if self._ambient is not None:
+            self._ambient.leave()
         if self._done < len(self.known.calls):
             self._recorder.departed = True
         self._recorder.close()

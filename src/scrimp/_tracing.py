@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -74,7 +75,7 @@ class Tracing:
         self.recorder = StepRecorder(limiter, before)
         self._mode = StepMode(self.recorder)
         self._hooks = StepHooks(self.recorder, limiter)
-        self._ambient = Ambient(self._mode, self._hooks.pack, self._hooks.unpack)
+        self._ambient = Ambient(self._mode, (self._hooks.pack, self._hooks.unpack))
 
     @contextmanager
     def span(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -87,7 +88,7 @@ class Tracing:
             with ExitStack() as stack:
                 if not self._ambient.hooks_are_on:
                     stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
-                stack.enter_context(_paths(module, self.recorder))
+                stack.enter_context(module_paths(module, self.recorder))
                 yield
         finally:
             self._mode.inside = False
@@ -109,7 +110,7 @@ class Tracing:
 
 
 @contextmanager
-def _paths(module: nn.Module | None, recorder: StepRecorder) -> Iterator[None]:
+def module_paths(module: nn.Module | None, recorder: StepRecorder) -> Iterator[None]:
     """Tell the recorder the path of the module that is running."""
     stack: list[str] = []
 
@@ -150,7 +151,8 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
         PyTorch's allocator; on the CPU times are the host's, and inner memory is not seen.
 
     Raises:
-        TraceError: when the step gives no loss to go backward from.
+        TraceError: when the step gives no loss to go backward from, or its tensors have no data; see
+            :func:`scrimp.trace_on` for those.
 
     >>> import torch, scrimp
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -161,6 +163,11 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     ...     loss = model(x).square().mean()
     >>> loss.backward()
     """
+    if is_described(fn) or is_described((args, kwargs)):
+        raise TraceError(
+            "need tensors with data to run a step, have some on the meta device or fake ones: "
+            'scrimp.trace_on("H200", ...) follows a step without running it'
+        )
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None
     device = device_of(module, (args, kwargs))
@@ -173,10 +180,16 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
         try:
             with tracing.span(module):
                 loss = fn(*args, **kwargs)
-            _go_backward(loss, tracing)
+            go_backward(loss, tracing.recorder)
         finally:
             tracing.leave()
         return tracing.finished()
+
+
+def is_described(tree: object) -> bool:
+    """Tell whether a module's parameters, or the tensors of a tree, are there as descriptions only."""
+    tensors = tree.parameters() if isinstance(tree, nn.Module) else tree_leaves(tree)
+    return any(isinstance(one, FakeTensor) or (isinstance(one, Tensor) and one.is_meta) for one in tensors)
 
 
 def device_of(module: nn.Module | None, tree: object) -> torch.device:
@@ -188,15 +201,15 @@ def device_of(module: nn.Module | None, tree: object) -> torch.device:
     return torch.device("cpu")
 
 
-def _go_backward(loss: Tensor | None, tracing: Tracing) -> None:
+def go_backward(loss: Tensor | None, recorder: StepRecorder) -> None:
+    """Run backward under the recorder, from what must be a loss."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise TraceError(
             f"need a loss, a tensor of one element that requires grad, to go backward from; have {loss!r:.80}"
         )
-    tracing.recorder.look_for_deaths()
-    tracing.recorder.backward.begin()
+    recorder.look_for_deaths()
     torch.autograd.backward(loss)
-    tracing.recorder.backward.close("")
+    recorder.backward.close("")
 
 
 @contextmanager

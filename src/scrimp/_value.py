@@ -44,10 +44,10 @@ class Timing(NamedTuple):
 
 
 class Ref(NamedTuple):
-    """A tensor argument of a recorded call: a value, and how the call looked at it (None: as it was made)."""
+    """A tensor argument of a recorded call that looks at a value in another way than it was made."""
 
     value: Value
-    geometry: Geometry | None
+    geometry: Geometry
 
 
 class Blank(NamedTuple):
@@ -57,11 +57,19 @@ class Blank(NamedTuple):
     device: torch.device
 
 
+class Shown(NamedTuple):
+    """A tensor, one that shares its version counter, and what that counted."""
+
+    tensor: Tensor
+    witness: Tensor
+    version: int
+
+
 class Call:
-    """An operator as it was called, with its tensors replaced by :class:`Ref` and :class:`Blank`."""
+    """An operator as it was called, with its tensors replaced by values, :class:`Ref` and :class:`Blank`."""
 
     __slots__ = (
-        "args", "draw", "environment", "inputs", "kwargs", "operator", "outputs", "sequence", "written",
+        "args", "draw", "environment", "inputs", "kwargs", "operator", "outputs", "seconds", "sequence", "written",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +95,8 @@ class Call:
         self.sequence = sequence
         """Which operator of the recording it was, counted from 1."""
         self.outputs: list[weakref.ref[Value]] = []
+        self.seconds: float | None = None
+        """An estimate of its time, once somebody has asked for it."""
 
     @property
     def name(self) -> str:
@@ -133,6 +143,8 @@ class Value:
     """How many values of its session were decided before it."""
     passes = 0
     """How many replays may still compute it without retaining it."""
+    passing = False
+    """It was brought back for one use: it is let go again when the next of its handles dies."""
     pinned = False
     """The policy decided to keep it: it is held whenever it is demanded."""
     store: Store | None = None
@@ -144,21 +156,49 @@ class Value:
     made_at = 0
     """The sequence number of the operator that made it, where ``call`` does not say."""
     state = State.ABSENT
-    storage: object = None
+    storage: weakref.ref[torch.UntypedStorage] | None = None
+    shown: Shown | None = None
+    """What autograd's handles stand for, where the storage was overwritten and ``tensor`` is a copy for replays."""
 
-    def __init__(self, tensor: Tensor, nbytes: int, scope: Scope, call: Call | None, index: int) -> None:
+    def __init__(
+        self, tensor: Tensor, geometry: Geometry, nbytes: int, scope: Scope, call: Call | None, index: int
+    ) -> None:
         self.call = call
         self.index = index
         """Which of the call's results it is."""
-        self.geometry = geometry_of(tensor)
+        self.geometry = geometry
         """How the tensor that the call returned looks at the storage."""
         self.nbytes = nbytes
         self.device = tensor.device
         self.scope = scope
-        self.version = self.seen = tensor._version
-        """``version``: of the tensor that it was born as or is held through, when that showed this value.
+        self.version = self.at_birth = self.seen = tensor._version
+        """``version``: of the tensor that it is held through, when that showed this value.
+        ``at_birth``: of the tensor that it was born as.
         ``seen``: the highest of any tensor that was seen to look at the storage; some views count on their own."""
         self.born: Callable[[], Tensor | None] = weakref.ref(tensor)
+
+    def written(self, counted: bool) -> None:
+        """Take note that it was made by a write, which autograd counts only after the operator has returned to it."""
+        if counted:
+            self.version += 1
+            self.at_birth += 1
+        self.seen = max(self.seen, self.at_birth)
+
+    def is_what_was_made(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is the one that it was born as, and still looks at the storage in the same way.
+
+        Assigning to ``tensor.data`` gives a tensor object another geometry, and moves no version counter.
+        """
+        if self.born() is not tensor:
+            return False
+        dtype, size, stride, offset, conj, _ = self.geometry
+        return (
+            tensor.stride() == stride
+            and tensor.shape == size
+            and tensor.storage_offset() == offset
+            and tensor.dtype is dtype
+            and (not dtype.is_complex or tensor.is_conj() is conj)
+        )
 
     def reshaped_through(self, tensor: Tensor) -> None:
         """Take note that a tensor object is about to look in another way at the storage, which counts as a write."""
@@ -183,7 +223,7 @@ class Value:
     def hold_through(self, tensor: Tensor) -> None:
         """Keep the content alive through any tensor that looks at its storage."""
         witness = share(tensor)
-        if self.born() is tensor or geometry_of(tensor) == self.geometry:
+        if self.is_what_was_made(tensor) or geometry_of(tensor) == self.geometry:
             self.hold(witness, witness)
         else:
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
@@ -191,8 +231,8 @@ class Value:
 
     def let_go(self, evicted: bool = False) -> None:
         """Stop keeping the content alive; a copy elsewhere is forgotten if nobody needs that either."""
-        self.tensor = self.witness = self.ready = None
-        self.replayed = False
+        self.tensor = self.witness = self.ready = self.shown = None
+        self.replayed = self.passing = False
         if self.copy is not None:
             self.copy.on_device = False
             if not self.demand and not self.rooted:
@@ -260,6 +300,15 @@ class Value:
 def secure(value: Value) -> bool:
     """Demand what a replay of ``value`` starts from. False, with nothing changed, where that cannot be had any more."""
     assert value.call is not None
+    inputs = value.call.inputs
+    for source in inputs:
+        if not (source.secured or source.at_hand):
+            break
+    else:  # so it is nearly always
+        for source in inputs:
+            source.demand += 1
+        value.secured = True
+        return True
     demanded: list[Value] = []
     secured = [value]
     pending = [value]
@@ -270,7 +319,7 @@ def secure(value: Value) -> bool:
         for source in call.inputs:
             source.demand += 1
             demanded.append(source)
-            if source.at_hand or source.secured:
+            if source.secured or source.at_hand:
                 continue
             if (source.call is None or source.pinned) and _hold_what_lives(source):
                 continue
@@ -296,7 +345,12 @@ def _undemand(value: Value) -> None:
 def _hold_what_lives(value: Value) -> bool:
     """Hold a value through the tensor that it was born as, if that is alive and was not written."""
     tensor = value.born()
-    if tensor is None or value.overwritten or tensor._version != value.version:
+    if tensor is None or value.overwritten or tensor._version != value.at_birth:
+        return False
+    storage = value.storage() if value.storage is not None else None
+    if storage is None or tensor.untyped_storage()._cdata != storage._cdata:
+        return False  # the tensor object has been given other memory since, by assigning to its ``data``
+    if not value.is_what_was_made(tensor):
         return False
     alias = share(tensor)
     value.hold(alias, alias)

@@ -18,6 +18,7 @@
     │   ├── LateGradientError         a gradient for a leaf that had been reported as ready
     │   └── BackwardCancelledError    a pass that was cancelled between two nodes
     ├── BranchError               branches for ``parallel`` that are not independent
+    ├── LoopError                 a step of ``scan`` that does what cannot be repeated
     ├── ChainError                a chain of hand-written layers used in a way in which it cannot work
     │   ├── UnknownLayerError         a layer that is not in the chain
     │   ├── LayerOrderError           a layer that is in the chain, but not where it is needed
@@ -62,6 +63,10 @@ class BudgetError(ScrimpError, RuntimeError):
 
 class TraceError(ScrimpError):
     """A trace contradicts itself, or a file does not hold one."""
+
+
+class TraceWarning(UserWarning):
+    """A trace that was made without data had to guess at something."""
 
 
 class PlanError(ScrimpError):
@@ -119,6 +124,10 @@ class BackwardCancelledError(BackwardError):
 
 class BranchError(ScrimpError, RuntimeError):
     """Branches given to ``scrimp.parallel`` are not independent of each other, or of the rest of the step."""
+
+
+class LoopError(ScrimpError, RuntimeError):
+    """A step given to ``scrimp.scan`` does what cannot be repeated, or did something else when it was repeated."""
 
 
 class ChainError(ScrimpError, RuntimeError):

@@ -1,13 +1,12 @@
 """Solvers of fixed points and equations, and of the linear systems in their adjoints."""
 
-from ._implicit.linear import GMRES, AndersonLinear, BiCGSTAB, Dense, LinearSolver, Neumann
+from ._implicit.linear import GMRES, BiCGSTAB, Dense, LinearSolver, Neumann
 from ._implicit.results import BackwardInfo, Info, WarmStart
 from ._implicit.solvers import Anderson, Auto, Broyden, NewtonKrylov, Picard, Solver
 
 __all__ = [
     "GMRES",
     "Anderson",
-    "AndersonLinear",
     "Auto",
     "BackwardInfo",
     "BiCGSTAB",

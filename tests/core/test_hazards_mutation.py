@@ -267,3 +267,75 @@ def test_storage_swapped_or_resized() -> None:
         return z * (x[:2] + swapped).sin().repeat(2, 1)
 
     assert_same_gradients(step)
+
+
+def test_other_memory_under_a_tensor_object() -> None:
+    """Assigning to ``data`` moves no version counter; a replay must not start from what the object shows now."""
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first, second = torch.full((4, 6), 2.0, dtype=torch.float64), torch.full((4, 6), 3.0, dtype=torch.float64)
+        y = x + first
+        first.data = second
+        return y.exp() * first
+
+    assert_same_gradients(step)
+
+
+def test_another_geometry_under_a_tensor_object() -> None:
+    """Assigning a transposed view of its own memory to ``data`` changes what later operators read."""
+
+    def step(x: Tensor) -> Tensor:
+        y = (x[:, :4] * 2).clone()
+        y.data = y.data.t()
+        return y.exp().sin().cumsum(0)
+
+    assert_same_gradients(step)
+
+
+@pytest.mark.parametrize("policy", [KeepNone(), scrimp.policy.EveryN(2), scrimp.policy.EveryN(1)])
+@pytest.mark.parametrize("needed_by_a_replay", [False, True])
+def test_a_write_that_autograd_does_not_notice(policy: scrimp.policy.Policy, needed_by_a_replay: bool) -> None:
+    """Through ``data``, what autograd saved can be overwritten; it then uses the new content, and so do we."""
+
+    def run(policy: scrimp.policy.Policy) -> Tensor:
+        x = torch.linspace(-1, 1, 5, requires_grad=True)
+        with scrimp.session(policy):
+            with torch.no_grad():
+                saved = torch.full((5,), 2.0)
+            y = x.exp() * saved
+            z = y.sin() if needed_by_a_replay else y
+            saved.data.mul_(3)
+            y.data.add_(1)
+        z.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(run(scrimp.policy.KeepAll()), run(policy))
+
+
+def test_one_storage_under_two_tensor_objects() -> None:
+    """``set_`` makes two objects share memory, but not the version counter."""
+
+    def step(x: Tensor) -> Tensor:
+        first, second = torch.full((4, 6), 2.0, dtype=torch.float64), torch.full((4, 6), 3.0, dtype=torch.float64)
+        y = (x + first).sin()
+        first.set_(second)
+        z = (y * first).exp()
+        second.mul_(2)
+        return z + (x + second).cos()
+
+    assert_same_gradients(step)
+
+
+def test_out_argument_that_is_read_as_well() -> None:
+    """``torch.add(a, 1, out=a)`` overwrites its result, and reads it first."""
+
+    def step(x: Tensor) -> Tensor:
+        buffer = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        torch.add(buffer, 1, out=buffer)
+        y = x + buffer
+        torch.sin(buffer, out=buffer[:])
+        return y.exp() * (x + buffer).cos()
+
+    assert_same_gradients(step)

@@ -5,12 +5,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
 from scrimp.policy import EveryN, KeepAll, KeepNone, Policy
@@ -335,3 +337,45 @@ def test_randomized_leaky_relu(training: bool, inplace: bool) -> None:
         return [y.detach(), x.grad, torch.rand(1)]
 
     assert_same_run(run, KeepNone())
+
+
+def test_backend_settings_changed_in_the_middle_of_forward() -> None:
+    """A convolution is replayed with the libraries that it was allowed to use."""
+    allowed: list[bool] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.convolution.default:
+                allowed.append(torch._C._get_mkldnn_enabled())
+            return func(*args, **(kwargs or {}))
+
+    x, weight = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3, requires_grad=True)
+    with Look():
+        with scrimp.session(KeepNone()):
+            y = F.conv2d(x, weight)
+            torch._C._set_mkldnn_enabled(False)
+            y = F.conv2d(y.exp(), weight)
+            torch._C._set_mkldnn_enabled(True)
+            y = F.conv2d(y.exp(), weight).exp()
+        y.sum().backward()
+    assert allowed[:3] == [True, False, True]
+    assert allowed[3:] == [True, False, True]
+
+
+def test_operators_that_do_not_repeat_are_kept() -> None:
+    """Writes by index are made in parallel, in any order, unless deterministic algorithms are asked for."""
+    index = torch.randint(64, (1 << 16,))
+    x, total = torch.randn(1 << 16, requires_grad=True), torch.zeros(64)
+
+    def replayed() -> int:
+        with scrimp.session(KeepNone()) as session:
+            y = total.index_put((index,), x, accumulate=True).exp()
+        (y * y).sum().backward()
+        return session.statistics.replayed_operators
+
+    assert replayed() == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert replayed() > 1
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -212,7 +212,7 @@ def test_a_session_that_keeps_all_cannot_start_to_drop(x: Tensor) -> None:
         (lambda: Online(1, evict="youngest"), "'cheapest' or 'oldest'"),
         (lambda: KeepOps({"mm"}), r"torch\.ops\.aten\.mm"),
         (lambda: scrimp.session(KeepNone), "need a Policy"),
-        (lambda: scrimp.session(3), "need a Policy"),
+        (lambda: scrimp.session(object()), "need a Policy"),
     ],
 )
 def test_malformed_policies_are_refused(make: object, message: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import scrimp
-from scrimp._engine import cost, parallel
-from scrimp._engine.cost import Costs, Trial, predicted_seconds, shape_key
+from scrimp._engine import cost, workers
+from scrimp._engine.cost import Memory, Trial, predicted_seconds, shape_key
 
 
 class Clock:
@@ -53,48 +53,84 @@ def run_serially(trial: Trial, clock: Clock, seconds: float) -> None:
 
 def test_short_branches_never_see_a_thread(clock: Clock) -> None:
     """Where the threads cost more than they save, everything stays serial."""
-    trial = Trial(2)
-    assert not trial.threaded
-    run_serially(trial, clock, 20e-6)
-    assert not trial.threaded
+    trial = Trial()
+    for _ in range(5):
+        assert not trial.threaded(2)
+        run_serially(trial, clock, 20e-6)
+    assert not trial.threaded(2)
 
 
 @pytest.mark.parametrize(("in_threads", "threaded"), [(0.6, True), (1.1, False)])
 def test_measurement_overrules_the_prediction(clock: Clock, in_threads: float, threaded: bool) -> None:
-    """Long branches try threads once, and keep them only if these were faster."""
-    trial = Trial(2)
-    run_serially(trial, clock, 0.5)
-    assert trial.threaded
-    with trial.timed():
-        clock.taking(in_threads)
-    assert trial.threaded is threaded
+    """Long branches try both ways twice, and keep to threads only if these were faster at best."""
+    trial = Trial()
+    for _ in range(2):
+        assert not trial.threaded(2)
+        run_serially(trial, clock, 0.5)
+    for seconds in (3.0, in_threads):  # the first run of a thread may be slow for reasons of its own
+        assert trial.threaded(2)
+        with trial.timed():
+            clock.taking(seconds)
+    assert trial.threaded(2) is threaded
+
+
+def test_a_run_that_raises_is_no_measurement(clock: Clock) -> None:
+    """It is tried again."""
+    trial = Trial()
+    with pytest.raises(ZeroDivisionError):
+        trial.timed_one_by_one([lambda: clock.taking(0.5), lambda: 1 / 0])
+    assert trial.is_new
 
 
 def test_shapes_that_cost_the_same_share_a_trial() -> None:
     """A lambda made anew is the same branch; another shape, dtype or grad mode is another trial."""
-    costs = Costs()
+    memory = Memory(Trial)
 
     def key(x: Tensor) -> object:
         return shape_key([lambda x: x, lambda x: x], (x,), 1)
 
-    first = costs.trial(key(torch.ones(2)), 2)
-    assert costs.trial(key(torch.zeros(2)), 2) is first
+    first = memory.entry(key(torch.ones(2)))
+    assert memory.entry(key(torch.zeros(2))) is first
     others = [torch.ones(3), torch.ones(2).double(), torch.ones(2, requires_grad=True)]
-    assert all(costs.trial(key(other), 2) is not first for other in others)
+    assert all(memory.entry(key(other)) is not first for other in others)
 
 
 def test_the_memory_of_trials_is_bounded() -> None:
     """Old shapes are forgotten."""
-    costs = Costs()
-    first = costs.trial(0, 2)
+    memory = Memory(Trial)
+    first = memory.entry(0)
     for number in range(1, 300):
-        costs.trial(number, 2)
-    assert costs.trial(0, 2) is not first
+        memory.entry(number)
+    assert memory.entry(0) is not first
+
+
+def test_branches_that_draw_random_numbers_stay_serial(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """With ``"auto"`` dropout is that of the plain line in every step, however long it takes."""
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+
+    def branch(x: Tensor) -> Tensor:
+        clock.taking(1.0)
+        return torch.dropout(x, 0.5, train=True)
+
+    x = torch.ones(50)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = [torch.dropout(x, 0.5, train=True) for _ in range(2)]
+        torch.manual_seed(seed)
+        results = scrimp.parallel([branch, branch], x, threads_per_worker=1)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "many"])
+def test_other_workers_are_refused(number: object) -> None:
+    """A number from one on, or ``"auto"``."""
+    with pytest.raises(ValueError, match="auto"):
+        scrimp.parallel([torch.sin, torch.cos], torch.ones(1), workers=number)  # type: ignore[arg-type]
 
 
 def test_auto_gives_the_same_bits_in_threads_and_without(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """The first call is serial, the second threaded; results and gradients are equal."""
-    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    """The first calls are serial, later ones threaded; results and gradients are equal."""
+    monkeypatch.setattr(workers, "cores", lambda: 2)
     x = torch.randn(3, 3, requires_grad=True)
     threads: list[set[int]] = []
 
@@ -105,20 +141,20 @@ def test_auto_gives_the_same_bits_in_threads_and_without(monkeypatch: pytest.Mon
         return torch.tanh(x @ x)
 
     results = []
-    for parties in (1, 2):
+    for parties in (1, 1, 2, 2):
         barrier = threading.Barrier(parties, timeout=20)
         threads.append(set())
         x.grad = None
         first, second = scrimp.parallel([branch, lambda x: branch(x) * 2], x, threads_per_worker=1)
         scrimp.backward((first + second).sum())
         results.append((first.detach(), second.detach(), x.grad))
-    assert [len(seen) for seen in threads] == [1, 2]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert [len(seen) for seen in threads] == [1, 1, 2, 2]
+    assert all(len({tensor.sum().item() for tensor in same}) == 1 for same in zip(*results, strict=True))
 
 
 def test_modules_of_one_shape_bring_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     """``"auto"`` says once that stacking is faster; different modules bring none."""
-    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    monkeypatch.setattr(workers, "cores", lambda: 2)
     x = torch.ones(1, 3)
     same = [nn.Linear(3, 3), nn.Linear(3, 3)]
     with pytest.warns(scrimp.errors.StackableBranchesWarning, match="stack_module_state"):

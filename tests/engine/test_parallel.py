@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -240,14 +241,15 @@ def test_workers_see_the_callers_surroundings() -> None:
             torch.get_autocast_dtype("cpu"),
             torch.is_inference_mode_enabled(),
             torch.get_num_threads(),
+            torch._C._is_fwd_grad_enabled(),
             (x @ x).dtype,
         )
 
     before = torch.get_num_threads()
     variable.set("here")
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), _set_fwd_grad_enabled(False):
         seen = scrimp.parallel([look, look], torch.ones(2, 2), workers=2, threads_per_worker=1)
-    assert seen[0] == seen[1] == ("here", True, torch.bfloat16, True, 1, torch.bfloat16)
+    assert seen[0] == seen[1] == ("here", True, torch.bfloat16, True, 1, False, torch.bfloat16)
     assert torch.get_num_threads() == before
 
 
@@ -350,6 +352,28 @@ def test_a_hook_on_a_branchs_input_is_refused() -> None:
         scrimp.parallel([lambda x: x.register_hook(print) and x * 2, torch.sin], x, workers=2)
 
 
+def test_a_tensor_that_slips_out_of_a_branch_is_refused() -> None:
+    """A tensor that was kept and not returned would lose the gradient of the inputs: an error."""
+    x = torch.ones(2, requires_grad=True)
+    kept: list[Tensor] = []
+    scrimp.parallel([lambda x: kept.append(x.sin()), torch.cos], x, workers=2)
+    with pytest.raises(scrimp.errors.BranchError, match="return"):
+        scrimp.backward(kept[0].sum())
+
+
+def test_a_result_in_an_unknown_container_is_refused() -> None:
+    """Tensors inside of an object that is no nest are not found, so using them is an error, not a gradient of zero."""
+
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    x = torch.ones(2, requires_grad=True)
+    first, second = scrimp.parallel([lambda x: Box(x.sin()), torch.cos], x, workers=2)
+    with pytest.raises(scrimp.errors.BranchError, match="nest"):
+        (first.value + second).sum().backward()
+
+
 def test_changing_an_input_in_place_is_refused() -> None:
     """A branch that writes to what the others read does not get away with it."""
     x = torch.ones(2, requires_grad=True) * 1
@@ -374,6 +398,59 @@ def test_an_input_is_not_kept_for_longer_than_without() -> None:
     gc.collect()
     assert storage() is None
     sum(results).sum().backward()
+
+
+def test_a_branch_without_gradient_is_freed_with_the_others() -> None:
+    """What a branch saved whose result is not used dies with the pass, although the loss lives on."""
+    x = torch.ones(4, requires_grad=True)
+    kept: list[Any] = []
+
+    def unused(x: Tensor) -> Tensor:
+        y = x * 2
+        kept.append(weakref.ref(y.untyped_storage()))
+        return y.square()
+
+    first, second = scrimp.parallel([torch.sin, unused], x, workers=2)
+    loss = first.sum()
+    del first, second
+    loss.backward(retain_graph=True)
+    assert kept[0]() is not None
+    loss.backward()
+    gc.collect()
+    assert kept[0]() is None
+    with pytest.raises(scrimp.errors.GraphFreedError, match="retain_graph"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_a_branch_raises_in_a_thread_surfaces(kind: type[BaseException]) -> None:
+    """Also what is no ``Exception``."""
+    barrier = threading.Barrier(2, timeout=20)
+
+    def branch(x: Tensor) -> Tensor:
+        barrier.wait()
+        if threading.current_thread() is not threading.main_thread():
+            raise kind
+        return x
+
+    with pytest.raises(kind):
+        scrimp.parallel([branch, branch], torch.ones(1), workers=2)
+
+
+def test_a_worker_that_cannot_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong before the first task surfaces too, and no thread stays."""
+    threads = threading.active_count()
+    before = torch.set_num_threads
+
+    def fail(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no threads left")
+        before(number)
+
+    monkeypatch.setattr(torch, "set_num_threads", fail)
+    with pytest.raises(OSError, match="no threads left"):
+        scrimp.parallel([lambda x: time.sleep(0.02) or x] * 4, torch.ones(1), workers=2)
+    assert threading.active_count() == threads
 
 
 def test_an_interrupt_ends_every_thread() -> None:

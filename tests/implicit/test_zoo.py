@@ -249,6 +249,28 @@ def test_tiny_solution_from_a_far_start(start):
     torch.testing.assert_close(x.detach(), torch.cos(c.detach()), rtol=1e-8, atol=0)
 
 
+@pytest.mark.parametrize("unit", [1e-30, 1e-22, 1e22, 1e30])
+def test_states_whose_squares_are_out_of_range(unit):
+    """Single-precision states and gradients whose squares vanish or overflow are as precise as others."""
+    matrix = torch.tensor([[0.5, 0.2, 0.1], [-0.3, 0.6, 0.2], [0.0, 0.4, 0.7]])
+    c = (torch.tensor([0.3, 0.5, -0.2]) * unit).requires_grad_()
+    x, info = scrimp.fixed_point(lambda x: matrix @ x + c, torch.zeros(3))
+    (found,) = torch.autograd.grad(x, c, torch.full((3,), 1 / unit))
+    system = torch.eye(3) - matrix
+    assert info.all_converged
+    torch.testing.assert_close(x / unit, torch.linalg.solve(system, c / unit), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found * unit, torch.linalg.solve(system.mT, torch.ones(3)), rtol=1e-5, atol=0)
+
+
+def test_residual_that_is_zero_by_rounding_is_not_believed():
+    """An equation so nearly singular that rounding hides its residual is warned about."""
+    slope = torch.tensor(1 - 2**-50, dtype=DOUBLE)
+    c = torch.tensor(3.0, dtype=DOUBLE, requires_grad=True)
+    x, _ = scrimp.fixed_point(lambda x: slope * x + c, 3 * torch.tensor(2.0**50, dtype=DOUBLE))
+    with pytest.warns(GradientWarning):
+        x.backward()
+
+
 def test_physical_units():
     """A state of size 1e-12 is solved to relative precision."""
     c = torch.tensor([3e-12, 5e-12], dtype=DOUBLE, requires_grad=True)
@@ -365,6 +387,29 @@ def test_unknown_keyword_is_an_error():
     """Misspelled options do not pass."""
     with pytest.raises(TypeError, match="tolerance"):
         scrimp.fixed_point(lambda x: x, torch.zeros(2), tolerance=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "anderson"}, "solver"),
+        ({"solver": GMRES()}, "solver"),
+        ({"solver": Picard}, "solver"),
+        ({"adjoint": "implicit"}, "adjoint"),
+        ({"adjoint": GMRES()}, "adjoint"),
+    ],
+)
+def test_options_of_the_wrong_type_are_errors(options, message):
+    """What is no solver and no adjoint is refused, with what to write."""
+    with pytest.raises(TypeError, match=f"{message} must be one of"):
+        scrimp.fixed_point(lambda x: 0.5 * x, torch.zeros(2), **options)
+
+
+@pytest.mark.parametrize("linear", [Picard(), GMRES, "gmres"])
+def test_implicit_needs_a_linear_solver(linear):
+    """What solves no linear systems is refused, with what does."""
+    with pytest.raises(TypeError, match="solver of linear systems"):
+        Implicit(linear)
 
 
 @pytest.mark.parametrize(

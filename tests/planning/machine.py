@@ -82,6 +82,16 @@ class Machine:
             for other in range(len(self.trace.values))
         )
 
+    def is_demanded(self, value: int, moment: int) -> bool:
+        """Whether it, or a dropped value that is computed from it, has open handles."""
+        return self.handles_left(value, moment) > 0 or any(
+            made.op is not None
+            and value in self.trace.ops[made.op].reads
+            and not self.is_start(other)
+            and self.is_demanded(other, moment)
+            for other, made in enumerate(self.trace.values)
+        )
+
     def handles_left(self, value: int, moment: int) -> int:
         """Handles not released before the moment, made or yet to be made."""
         total = sum(op.saves.count(value) for op in self.trace.ops)
@@ -163,8 +173,11 @@ class Machine:
                     level = self.replay(value, moment)
             case Release(value):
                 level = self.level(moment)
-                if value in self.retained and (not self.retained[value] or self.handles_left(value, moment + 1) == 0):
+                if not self.retained.get(value, True):
                     del self.retained[value]
+                for other in list(self.retained):
+                    if not self.is_demanded(other, moment + 1):
+                        del self.retained[other]
         self.levels.append(level)
 
     def fetch(self, value: int) -> None:

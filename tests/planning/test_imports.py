@@ -13,6 +13,7 @@ import sys, types
 package = types.ModuleType("scrimp")  # without running its __init__, which is for people and has everything
 package.__path__ = [sys.argv[1]]
 sys.modules["scrimp"] = package
+import scrimp._engine.split
 import scrimp._budget, scrimp._plan, scrimp._simulate, scrimp._solve, scrimp._standing, scrimp._trace
 sys.exit(any(name == "torch" or name.startswith("torch.") for name in sys.modules))
 """

@@ -7,7 +7,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from math import inf
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ _SECONDS_PER_THREAD = 150e-6
 _LEAST_GAIN = 1.1
 _REMEMBERED = 256
 
+Entry = TypeVar("Entry")
+
 
 def predicted_seconds(tasks: Sequence[float], workers: int) -> float:
     """How long ``workers`` threads will take: tasks are begun in sequence, each by whoever is free first."""
@@ -30,63 +33,97 @@ def predicted_seconds(tasks: Sequence[float], workers: int) -> float:
     return max(free) + _SECONDS_PER_THREAD * (workers - 1)
 
 
-class Trial:
-    """What is known about one shape: measured one by one first, in threads next if that promises a gain."""
+class Contest:
+    """Two ways to do the same thing: each is tried twice, and from then on the one that was faster, at best."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._serial: list[float] | None = None
-        self._in_threads: float | None = None
+    _TRIES = 2
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was run yet."""
-        return self._serial is None
+    def __init__(self) -> None:
+        self._tries = {False: 0, True: 0}
+        self._best = {False: inf, True: inf}
 
     @property
     def threaded(self) -> bool:
         """Whether the next run should use threads."""
-        if self._serial is None:
+        for way in (False, True):
+            if self._tries[way] < self._TRIES:
+                return way
+        return self._best[True] < self._best[False]
+
+    @contextmanager
+    def timed(self, *, threaded: bool) -> Iterator[None]:
+        """Remember what the run inside took; nothing, if it raises."""
+        start = time.perf_counter()
+        yield
+        self._tries[threaded] += 1
+        self._best[threaded] = min(self._best[threaded], time.perf_counter() - start)
+
+
+class Trial:
+    """What is known of branches of one shape: measured one by one first, then in threads if that promises a gain."""
+
+    def __init__(self) -> None:
+        self._contest = Contest()
+        self._tasks: list[float] | None = None
+        self._serial_for_ever = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was run yet."""
+        return self._tasks is None
+
+    def threaded(self, workers: int) -> bool:
+        """Whether the next run should use threads."""
+        if self._tasks is None or self._serial_for_ever or not self._contest.threaded:
             return False
-        if self._in_threads is None:
-            return predicted_seconds(self._serial, self._workers) * _LEAST_GAIN < sum(self._serial)
-        return self._in_threads < sum(self._serial)
+        return promises_gain(0.0, self._tasks, workers)
+
+    def stay_serial(self) -> None:
+        """Never use threads: these branches must run one after the other."""
+        self._serial_for_ever = True
 
     def timed_one_by_one(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run the tasks in this thread; remember what each took, at best."""
         results, seconds = [], []
-        for task in tasks:
-            start = time.perf_counter()
-            results.append(task())
-            seconds.append(time.perf_counter() - start)
-        before = self._serial or seconds
-        self._serial = [min(pair) for pair in zip(before, seconds, strict=True)]
+        with self._contest.timed(threaded=False):
+            for task in tasks:
+                start = time.perf_counter()
+                results.append(task())
+                seconds.append(time.perf_counter() - start)
+        before = self._tasks or seconds
+        self._tasks = [min(pair) for pair in zip(before, seconds, strict=True)]
         return results
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Remember what the threaded run inside took, at best."""
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        self._in_threads = min(seconds, self._in_threads or seconds)
+        with self._contest.timed(threaded=True):
+            yield
 
 
-class Costs:
-    """A bounded memory of trials, by shape. Losing one costs a measurement, never a result."""
+def promises_gain(outside: float, tasks: Sequence[float], workers: int) -> bool:
+    """Whether the model says that it is worth running ``tasks`` in threads, beside what takes ``outside`` anyway."""
+    return (outside + predicted_seconds(tasks, workers)) * _LEAST_GAIN < outside + sum(tasks)
 
-    def __init__(self) -> None:
+
+class Memory(Generic[Entry]):
+    """A bounded memory, by shape. Losing an entry costs a measurement, never a result."""
+
+    def __init__(self, kind: Callable[[], Entry]) -> None:
+        self._kind = kind
         self._lock = threading.Lock()
-        self._trials: OrderedDict[Hashable, Trial] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
 
-    def trial(self, key: Hashable, workers: int) -> Trial:
-        """The trial of this shape, begun if it is new."""
+    def entry(self, key: Hashable) -> Entry:
+        """What is remembered of this shape, begun if it is new."""
         with self._lock:
-            trial = self._trials.setdefault((key, workers), Trial(workers))
-            self._trials.move_to_end((key, workers))
-            if len(self._trials) > _REMEMBERED:
-                self._trials.popitem(last=False)
-            return trial
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = self._kind()
+            self._entries.move_to_end(key)
+            if len(self._entries) > _REMEMBERED:
+                self._entries.popitem(last=False)
+            return entry
 
 
 def shape_key(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], threads: int) -> Hashable:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scrimp._engine.graph import Graph, describe, record_graph
 from scrimp._engine.order import torch_order
-from scrimp.errors import BranchError
+from scrimp.errors import BranchError, GraphFreedError
 
 # Runs one task per branch, somewhere; gives their results in sequence.
 Runner: TypeAlias = Callable[[Sequence[Callable[[], Any]]], list[Any]]
@@ -36,8 +36,13 @@ class _Gate(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # pragma: no cover - gradients stop before it
-        return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        # A branch's own pass ends before this node. Whoever gets here came past the joining node.
+        raise BranchError(
+            "a branch needs to return every tensor that is used after it, in a nest of tuples, lists and dicts, "
+            "and one that it kept elsewhere (an attribute, an object of another type) was used in a backward "
+            "pass. Next: return that tensor from the branch, or pass workers=1 to scrimp.parallel."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +163,24 @@ class _Join(torch.autograd.Function):
                 "create_graph=True needs the history of every branch, and branches that ran in threads "
                 "have their own. Next: pass workers=1 to scrimp.parallel where you differentiate twice."
             )
-        state: _State = ctx.state
+        state: _State | None = ctx.state
+        if state is None:
+            raise GraphFreedError(_FREED)
         for index, branch in enumerate(state.branches):
             _refuse_nodes_of_this_pass(index, branch)
         waiting = iter(gradients)
         per_branch = [[next(waiting) for _ in branch.outputs] for branch in state.branches]
-        return (None, None, *_differentiate(state, per_branch))
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keep:
+            # Branches that received no gradient are freed as well, with all that their forward saved.
+            ctx.state = None
+        return (None, None, *_differentiate(state, per_branch, keep))
+
+
+_FREED = (
+    "backward needs what the branches of scrimp.parallel saved, and an earlier pass freed it. Next: give "
+    "retain_graph=True to that pass, or run the forward pass again."
+)
 
 
 def _without_inputs(branch: Branch) -> Branch:
@@ -179,8 +196,7 @@ def _refuse_nodes_of_this_pass(index: int, branch: Branch) -> None:
             raise _captured(index, node)
 
 
-def _differentiate(state: _State, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+def _differentiate(state: _State, gradients: Sequence[Sequence[Tensor | None]], keep: bool) -> list[Tensor | None]:
     tasks = [
         partial(_contributions, branch, given, retain_graph=keep)
         for branch, given in zip(state.branches, gradients, strict=True)

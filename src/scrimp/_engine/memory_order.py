@@ -45,9 +45,10 @@ class Sizes:
     holders: Counter[int]
 
 
-# Sizes are read off the nodes, and a node's own temporaries are not among them: smaller gains may not be
-# real.
+# Sizes are read off the nodes, and a node's own temporaries are not among them: smaller gains, and those of one
+# or two tensors, may not be real.
 _LEAST_GAIN = 0.1
+_LEAST_TENSORS = 2
 
 
 def memory_order(graph: Graph, usual: list[Node], other: list[Node]) -> list[Node]:
@@ -57,7 +58,9 @@ def memory_order(graph: Graph, usual: list[Node], other: list[Node]) -> list[Nod
         ((predicted_peak(order, graph, sizes), order) for order in (other, _greedy(graph, sizes))),
         key=lambda pair: pair[0],
     )
-    return best if peak < (1 - _LEAST_GAIN) * predicted_peak(usual, graph, sizes) else usual
+    gain = predicted_peak(usual, graph, sizes) - peak
+    largest = max((size for facts in sizes.nodes.values() for size in facts.incoming), default=0)
+    return best if gain > max(_LEAST_GAIN * (gain + peak), _LEAST_TENSORS * largest) else usual
 
 
 def measure(graph: Graph) -> Sizes:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _len_torch_function_stack  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from scrimp._engine.cost import Costs, shape_key
+from scrimp._engine.cost import Memory, Trial, shape_key
 from scrimp._engine.fork_join import Branch, Gated, gated, join, trace_branch
-from scrimp._engine.streams import run_on_streams
-from scrimp._engine.workers import intra_op_threads, run_tasks
+from scrimp._engine.streams import AUTO_STREAMS, run_on_streams
+from scrimp._engine.workers import Workers, can_be_threaded, crew_of, intra_op_threads, run_tasks
 from scrimp.errors import BranchError, StackableBranchesWarning
 
-_costs = Costs()
+_trials = Memory(Trial)
 
 
 def parallel(
     branches: Sequence[Callable[..., Any]],
     *inputs: Any,
-    workers: int | Literal["auto"] = "auto",
+    workers: Workers = "auto",
     threads_per_worker: int | None = None,
 ) -> list[Any]:
     """Run ``[branch(*inputs) for branch in branches]`` at the same time, forward and backward.
@@ -45,9 +42,9 @@ def parallel(
     Args:
         branches: Functions of ``inputs``, for instance modules; each returns a tensor or a nest of tensors.
         inputs: Tensors, or nests of these, or anything else.
-        workers: How many threads, or streams. ``"auto"``: one after the other at first, in threads where
-            the measured times promise a gain, and then whichever was faster. The choice does not change
-            the result.
+        workers: How many threads, or streams. ``"auto"``: four streams; on the CPU one after the other at first,
+            in threads where the measured times promise a gain, and then whichever was faster. Branches that
+            draw random numbers stay serial. The choice does not change the result.
         threads_per_worker: How many threads an operator may use; as many as now, if not given.
             ``workers`` times this should not exceed the number of cores.
 
@@ -70,22 +67,26 @@ def parallel(
         tensor([4., 6.])
     """
     if any(isinstance(value, Tensor) and value.is_cuda for value in tree_flatten(inputs)[0]):
-        return run_on_streams(branches, inputs, len(branches) if workers == "auto" else workers)
+        return run_on_streams(branches, inputs, AUTO_STREAMS if workers == "auto" else crew_of(workers, 1))
     threads = threads_per_worker or torch.get_num_threads()
-    crew = max(1, _cores() // threads) if workers == "auto" else workers
-    if min(crew, len(branches)) < 2 or not _can_be_threaded():
+    crew = crew_of(workers, threads)
+    if min(crew, len(branches)) < 2 or not can_be_threaded():
         with intra_op_threads(threads):
             return [branch(*inputs) for branch in branches]
-    if workers == "auto":
-        trial = _costs.trial(shape_key(branches, inputs, threads), crew)
-        if trial.is_new and _stackable(branches):
-            warnings.warn(_STACK_INSTEAD, StackableBranchesWarning, stacklevel=2)
-        if not trial.threaded:
-            with intra_op_threads(threads):
-                return trial.timed_one_by_one([partial(branch, *inputs) for branch in branches])
+    if workers != "auto":
+        return _run_in_threads(branches, inputs, crew, threads)
+    trial = _trials.entry((shape_key(branches, inputs, threads), crew))
+    if trial.is_new and _stackable(branches):
+        warnings.warn(_STACK_INSTEAD, StackableBranchesWarning, stacklevel=2)
+    if trial.threaded(crew):
         with trial.timed():
             return _run_in_threads(branches, inputs, crew, threads)
-    return _run_in_threads(branches, inputs, crew, threads)
+    randomness = torch.get_rng_state()
+    with intra_op_threads(threads):
+        results = trial.timed_one_by_one([partial(branch, *inputs) for branch in branches])
+    if not torch.equal(randomness, torch.get_rng_state()):
+        trial.stay_serial()
+    return results
 
 
 _STACK_INSTEAD = (
@@ -100,24 +101,6 @@ def _stackable(branches: Sequence[Callable[..., Any]]) -> bool:
     if not all(isinstance(branch, nn.Module) for branch in branches):
         return False
     return len({repr(branch) for branch in branches}) == 1
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _can_be_threaded() -> bool:
-    """Whether nothing is in force that follows one thread's operators, in sequence."""
-    return not (
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
-        or torch.is_anomaly_enabled()
-        # Inference mode switches this off as well, and there it says nothing: there is no backward.
-        or not (torch._C._is_multithreading_enabled() or torch.is_inference_mode_enabled())
-    )
 
 
 def _run_in_threads(
@@ -147,7 +130,7 @@ def _run_in_threads(
 
 
 def _run_backward(tasks: Sequence[Callable[[], Any]], workers: int, threads: int) -> list[Any]:
-    if not _can_be_threaded():
+    if not can_be_threaded():
         with intra_op_threads(threads):
             return [task() for task in tasks]
     # Checkpoints inside the branches set and restore the generator's state, here several at once.

@@ -24,6 +24,13 @@ class Implicit:
     rtol: float | None = None
     budget: int | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.linear, type) or not hasattr(self.linear, "solve"):
+            raise TypeError(
+                "Implicit needs a solver of linear systems: GMRES(), BiCGSTAB(), Anderson(), Dense() or Neumann(terms) "
+                f"from scrimp.solvers; have {self.linear!r}"
+            )
+
     def solver_for(self, rhs: Tensor) -> LinearSolver:
         """The linear solver for systems of the size of ``rhs``."""
         if self.budget is None or not isinstance(self.linear, GMRES):

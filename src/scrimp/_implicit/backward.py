@@ -10,14 +10,10 @@ from torch import Tensor
 from .adjoints import Implicit, JacobianFree, Phantom
 from .equation import Equation, Linearisation, no_autocast
 from .gmres import LinearSolution
-from .report import OnFail, report_gradient
+from .report import EXPECTED, WORST, OnFail, report_gradient
 from .results import BackwardInfo, WarmStart
-from .tolerance import START_SHARE, euclidean
+from .tolerance import START_SHARE, euclidean, power_of_two
 
-# An estimated gradient error of so many times the tolerance is expected of a well-posed problem ...
-EXPECTED = 300.0
-# ... but beyond this share of the gradient it is never fine.
-WORST = 0.1
 # A linear solver that stops this near its goal was stopped by rounding.
 NEARLY = 10.0
 # In half precision a solution is only as near as its dtype allows; its adjoint, solved in single, can be
@@ -34,8 +30,9 @@ class AdjointSolve:
         at: The Jacobian at the solution.
         adjoint: Which method, how exactly.
         rtol: Relative residual to reach.
-        solution_rtol: The relative residual that the solution itself was found to.
         forward_error: Relative to the state, the residual that forward left.
+        state_error: Estimated relative error of the solution.
+        expected_error: What errors may be expected, given the tolerance of the solution.
         on_fail: What to do about a gradient that may be wrong.
         log: Where to note how it went.
         warm: Where to start from and leave the result; None for zero.
@@ -45,8 +42,9 @@ class AdjointSolve:
     at: Linearisation
     adjoint: Implicit | Phantom | JacobianFree
     rtol: float
-    solution_rtol: float
     forward_error: Tensor
+    state_error: Tensor
+    expected_error: Tensor
     on_fail: OnFail
     log: list[BackwardInfo]
     warm: WarmStart | None
@@ -58,11 +56,16 @@ class AdjointSolve:
             start = self.warm.adjoint_start(rhs) if self.warm is not None and transposed else None
             sound = rhs.isfinite().all(1)
             clean = rhs if bool(sound.all()) else torch.where(sound.unsqueeze(1), rhs, 0)
-            found = self.adjoint.solver_for(rhs).solve(lambda v: -product(v), clean, start, self.rtol)
-            # A gradient that came in as NaN must not go out as a number.
-            x = found.x if clean is rhs else torch.where(sound.unsqueeze(1), found.x, torch.nan)
+            # Squares of tiny or huge gradients would vanish or overflow; the system is linear, so it can be scaled.
+            unit = power_of_two(clean) if clean.shape[1] else 1.0
+            start = None if start is None else start / unit
+            clean = clean / unit
+            found = self.adjoint.solver_for(rhs).solve(product, clean, start, self.rtol)
+            x = found.x * unit
             if self.warm is not None and transposed:
-                self.warm.adjoint = found.x
+                self.warm.adjoint = x
+            # A gradient that came in as NaN must not go out as a number.
+            x = x if bool(sound.all()) else torch.where(sound.unsqueeze(1), x, torch.nan)
             info = self._judge(found, clean, sound, transposed)
         self.log.append(info)
         report_gradient(info, self.adjoint, self.equation.layout, self.on_fail)
@@ -73,7 +76,8 @@ class AdjointSolve:
         error = found.amplification * found.residual * length / size.clamp_min(torch.finfo(size.dtype).tiny)
         # The state's own error moves the point of linearisation by as much.
         error = torch.maximum(error, found.amplification * self.forward_error)
-        limit = min(EXPECTED * max(self.rtol, self.solution_rtol), WORST)
+        error = torch.maximum(error, self.state_error)
+        limit = self.expected_error.clamp_min(EXPECTED * self.rtol).clamp_max(WORST)
         if isinstance(self.adjoint, Implicit):
             solved = (found.residual <= NEARLY * self.rtol) & (error <= limit)
         else:
@@ -93,9 +97,13 @@ class AdjointSolve:
 
 
 def relative_error(equation: Equation, x: Tensor, residual: Tensor, start_scale: Tensor) -> Tensor:
-    """The residual relative to the state, with the start standing in for a state that vanished."""
+    """The residual relative to the state, with the start standing in for a state that vanished.
+
+    A residual that is zero has still been rounded, so that nothing less than the dtype's eps is believed.
+    """
+    limits = torch.finfo(x.dtype)
     size = torch.maximum(euclidean(x), START_SHARE * start_scale) if equation.is_fixed_point else euclidean(x)
-    return euclidean(residual) / size.clamp_min(torch.finfo(x.dtype).tiny)
+    return (euclidean(residual) / size.clamp_min(limits.tiny)).clamp_min(limits.eps)
 
 
 def adjoint_rtol(adjoint: Implicit | Phantom | JacobianFree, rtol: float, eps: float) -> float:

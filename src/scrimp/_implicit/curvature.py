@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .equation import Linearisation, no_autocast
-from .gmres import Apply, Krylov
+from .krylov import Apply, Krylov
 from .problem import Function, fixed_point_equation
 from .state import Tree, layout_of
 from .tolerance import euclidean
@@ -92,12 +92,13 @@ def spectral_radius(
             return layout.per_sample(flat.new_zeros(layout.samples, dtype=torch.float64))
 
         def product(v: Tensor) -> Tensor:
-            return v + at.transposed(v)
+            return v - at.transposed(v)
 
         if isinstance(method, Arnoldi):
             matrix = arnoldi(product, flat, method.steps, generator)
-            largest: Tensor = torch.linalg.eigvals(matrix).abs().amax(1)
-            return layout.per_sample(largest)
+            # On the CPU: not every build of torch has eigenvalues of general matrices elsewhere.
+            largest: Tensor = torch.linalg.eigvals(matrix.cpu()).abs().amax(1)
+            return layout.per_sample(largest).to(layout.device)
         return layout.per_sample(_norm_growth(product, flat, method.steps, generator))
 
 
@@ -141,12 +142,13 @@ def jacobian_penalty(
     with torch.enable_grad():
         flat = layout.flat(x, "x")
         point = flat if flat.requires_grad else flat.detach().requires_grad_()
-        image = equation.residual(point) + point
+        image = equation.function(point)
         total = flat.new_zeros(layout.samples)
         for _ in range(samples):
             v = torch.randn(flat.shape, generator=generator, dtype=flat.dtype).to(flat.device)
-            (pulled,) = torch.autograd.grad(image, point, v, create_graph=True)
-            total = total + pulled.square().sum(1)
+            if image.requires_grad:
+                (pulled,) = torch.autograd.grad(image, point, v, create_graph=True, materialize_grads=True)
+                total = total + pulled.square().sum(1)
     return layout.per_sample(total / (samples * max(layout.columns, 1)))
 
 
@@ -168,7 +170,7 @@ def is_minimum(at: Linearisation, x: Tensor) -> Tensor:
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     with torch.no_grad(), no_autocast(x.device):
         # A generator of its own: looking at a result must not change anybody's random numbers.
-        matrix = arnoldi(lambda v: -at.transposed(v), x, STEPS, torch.Generator().manual_seed(0))
+        matrix = arnoldi(at.transposed, x, STEPS, torch.Generator().manual_seed(0))
         finite = matrix.isfinite().flatten(1).all(1)
         symmetric = torch.where(finite.view(-1, 1, 1), (matrix + matrix.mT) / 2, 0.0)
         eigenvalues = torch.linalg.eigvalsh(symmetric)

@@ -33,6 +33,8 @@ def run(
     settings: Settings,
 ) -> tuple[Tree, Info]:
     """Solve, and give the solution the derivative that was asked for."""
+    if isinstance(solver, type) or not hasattr(solver, "stepper"):
+        raise TypeError(f"solver must be one of scrimp.solvers, such as Anderson() or Picard(); have {solver!r}")
     layout = layout_of(x0, batch_dims)
     function, listed = explicit(f, params)
     inputs = _Inputs((x0, listed, args))
@@ -110,8 +112,7 @@ def _run_transformed(
     def solve_linear(call: Call, leaves: Leaves, x: Tensor, rhs: Tensor, transposed: bool) -> Tensor:
         equation = equation_at(call, tuple(leaf.detach() for leaf in leaves))
         at = Linearisation(equation, x)
-        log = call.log[-1].backward_log
-        return adjoint_solve(equation, at, x, euclidean(x), tolerance, settings, log)(rhs, transposed)
+        return adjoint_solve(equation, at, x, euclidean(x), call.log[-1], tolerance, settings)(rhs, transposed)
 
     def of_leaves(state: Tree, leaves: Leaves) -> Tree:
         _, listed, args = inputs.rebuilt(leaves)

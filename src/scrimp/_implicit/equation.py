@@ -30,10 +30,9 @@ class Equation:
 
     A fixed point of f has the residual f(x) − x, so its residual is also the plain iteration's step.
 
-
-
     Attributes:
-        residual: Differentiable; runs under the autocast state in which the user called.
+        function: f for a fixed point, else the residual. Differentiable; runs under the autocast state in which the
+            user called.
         layout: How the user's state becomes the flat one.
         is_fixed_point: Whether x + residual(x) is a state in its own right.
         symmetric: Whether the residual's Jacobian is symmetric (gradients of a loss).
@@ -41,12 +40,17 @@ class Equation:
         counts: Incremented by every evaluation.
     """
 
-    residual: Residual
+    function: Residual
     layout: Layout
     is_fixed_point: bool
     symmetric: bool = False
     merit: Callable[[Tensor], Tensor] | None = None
     counts: Counts = field(default_factory=Counts)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """What is zero at a solution."""
+        value = self.function(x)
+        return value - x if self.is_fixed_point else value
 
     def evaluate(self, x: Tensor) -> Tensor:
         """The residual at x, without a graph."""
@@ -55,20 +59,22 @@ class Equation:
 
 
 class Linearisation:
-    """Products with the residual's Jacobian at one state, from one recorded evaluation.
+    """Products with A, minus the residual's Jacobian at one state, from one recorded evaluation.
 
-    Holds the graph of that evaluation, nothing else; every product walks it again.
+    Holds the graph of that evaluation, nothing else; every product walks it again. For a fixed point A is 1 − J, where
+    J is f's Jacobian; the 1 needs no graph.
     """
 
     def __init__(self, equation: Equation, x: Tensor) -> None:
         self._counts = equation.counts
+        self._is_fixed_point, self._symmetric = equation.is_fixed_point, equation.symmetric
         with torch.enable_grad():
             # The derivative stops at this boundary: walking the graph further never leaves a gradient on x.
             self._anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
             inside: Tensor = Boundary.apply(x.detach(), self._anchor)  # type: ignore[no-untyped-call]
-            self.residual = equation.residual(inside)
+            self._value = equation.function(inside)
+            self.residual = self._value - inside if self._is_fixed_point else self._value
             self._inside = torch.autograd.graph.get_gradient_edge(inside)
-        self._symmetric = equation.symmetric
 
     def depends_on_others(self) -> bool:
         """Whether anything but the state, a parameter or an argument, can receive a gradient."""
@@ -85,30 +91,36 @@ class Linearisation:
         return False
 
     def transposed(self, v: Tensor) -> Tensor:
-        """Rows of vᵀ·Jacobian."""
+        """Rows of vᵀ·A."""
         self._counts.vjps += 1
-        return self._pull(v, create_graph=False)
+        return self._system(v, self._pull(v, create_graph=False))
 
     def forward(self, w: Tensor) -> Tensor:
-        """Jacobian·w, by differentiating the transposed product, which is linear in its vector."""
+        """A·w, by differentiating the transposed product, which is linear in its vector."""
         if self._symmetric:
             return self.transposed(w)
         self._counts.jvps += 1
         with torch.enable_grad():
             v = torch.zeros_like(w, requires_grad=True)
             pulled = self._pull(v, create_graph=True)
-            if not pulled.requires_grad:
-                return torch.zeros_like(w)
-            (pushed,) = torch.autograd.grad(pulled, v, w, allow_unused=True)
-        return torch.zeros_like(w) if pushed is None else pushed
+            pushed = None
+            if pulled is not None and pulled.requires_grad:
+                (pushed,) = torch.autograd.grad(pulled, v, w, allow_unused=True)
+        return self._system(w, pushed)
 
-    def _pull(self, v: Tensor, *, create_graph: bool) -> Tensor:
-        if not self.residual.requires_grad:
-            return torch.zeros_like(v)
+    def _system(self, v: Tensor, product: Tensor | None) -> Tensor:
+        """A·v, given the product with the Jacobian of the function alone; None for zero."""
+        if product is None:
+            return v.clone() if self._is_fixed_point else torch.zeros_like(v)
+        return v - product if self._is_fixed_point else -product
+
+    def _pull(self, v: Tensor, *, create_graph: bool) -> Tensor | None:
+        if not self._value.requires_grad:
+            return None
         (pulled,) = torch.autograd.grad(
-            self.residual, self._inside, v, retain_graph=True, create_graph=create_graph, allow_unused=True
+            self._value, self._inside, v, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
-        return torch.zeros_like(v) if pulled is None else pulled
+        return pulled
 
 
 class Boundary(torch.autograd.Function):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .anderson import products
+from .krylov import Apply, Krylov
+from .pace import KEEN, REMEMBERED, SHARE, WIDE, steps_missing
 from .tolerance import euclidean
 
-Apply = Callable[[Tensor], Tensor]
-
-# A basis grows by blocks of this many vectors: no copies of old ones, few small products.
-BLOCK = 8
-# A vector that loses this share of its length to the basis has lost digits too, and is orthogonalised again.
-LOSS = 0.5
+# After so many products it is decided whether the basis is worth its cost.
+PROBE = 8
+# The normal matrix shows ‖A⁻¹‖ up to about here, beyond it a singular value decomposition must.
+DOUBTFUL = 1e6
 # Arnoldi's matrix is kept up to this size for estimates of eigenvalues: extreme ones appear first.
 KEPT = 16
 
@@ -53,6 +52,7 @@ def gmres(
     The residual that decides is computed from x at the end of every cycle, not by recurrence.
     """
     length = euclidean(rhs)
+    goal = rtol * length
     x = torch.zeros_like(rhs) if start is None else start
     products = 0 if start is None else 1
     residual = rhs if start is None else rhs - apply(start)
@@ -65,9 +65,12 @@ def gmres(
         if not bool(wanted.any()) or room < 1:
             break
         cycle = _Cycle(residual, min(restart, room, max(rhs.shape[1], 1)))
-        cycle.run(apply, rtol * length)
+        plain = cycle.run(apply, goal, probing=hessenberg is None and rhs.shape[1] >= WIDE)
         x_next = x + cycle.correction()
         products += cycle.size + 1
+        if plain:
+            more, taken = _series(apply, cycle.residual(), goal, plain, max_products - products)
+            x_next, products = x_next + more, products + taken
         residual_next = rhs - apply(x_next)
         better = relative_norm(residual_next, length) < relative
         keep = better.unsqueeze(1)
@@ -79,152 +82,134 @@ def gmres(
     return LinearSolution(x, relative, products, at_least(amplification, x, length), hessenberg)
 
 
+def _series(apply: Apply, residual: Tensor, goal: Tensor, expected: int, most: int) -> tuple[Tensor, int]:
+    """Terms of Σ (1 − A)ⁱ · residual until it is below its goal, or is not on its way there."""
+    total, term, taken = residual, residual - apply(residual), 1
+    norm = euclidean(term)
+    while taken < min(2 * expected, most) and bool((norm > goal).any()):
+        total = total + term
+        term = term - apply(term)
+        taken += 1
+        norm = euclidean(term)
+    return total, taken
+
+
 def at_least(amplification: Tensor, x: Tensor, rhs_norm: Tensor) -> Tensor:
     """An estimate of ‖A⁻¹‖ that is no smaller than what the solution itself shows."""
     return torch.maximum(amplification, torch.where(rhs_norm > 0, euclidean(x) / rhs_norm, 0.0).double())
 
 
-def grown(matrices: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrices with rows and columns of zeros added at the ends."""
-    padding = (0, columns, 0, rows) if rows else (0, columns)
-    return torch.nn.functional.pad(matrices, padding)
-
-
-class Krylov:
-    """An orthonormal basis of the Krylov space of every sample, and the matrix of A in it."""
-
-    def __init__(self, first: Tensor, size: int) -> None:
-        self.blocks: list[Tensor] = []
-        self.size = 0
-        self._length = euclidean(first).double()
-        self.matrix = first.new_zeros(first.shape[0], 1, 0, dtype=torch.float64)
-        self._capacity = size + 1
-        self._append(first, self._length)
-
-    @property
-    def first_length(self) -> Tensor:
-        """The length of the vector that the space began with."""
-        return self._length
-
-    def last(self) -> Tensor:
-        """The newest basis vector."""
-        return self.blocks[-1][:, self.size % BLOCK]
-
-    def extend(self, image: Tensor) -> Tensor:
-        """Take in A times the newest vector; gives the matrix's column, ending in 0 where the space ends."""
-        before = euclidean(image).double()
-        rest, weights = self._orthogonal(image)
-        after = euclidean(rest).double()
-        if bool((after < LOSS * before).any()):
-            rest, more = self._orthogonal(rest)
-            weights, after = weights + more, euclidean(rest).double()
-        eps = torch.finfo(image.dtype).eps
-        after = torch.where(after > 10 * eps * before, after, 0.0)
-        column = torch.cat([weights, after.unsqueeze(1)], dim=1)
-        if self.size == self.matrix.shape[2]:
-            self.matrix = grown(self.matrix, BLOCK, BLOCK)
-        self.matrix[:, : self.size + 2, self.size] = column
-        self.size += 1
-        self._append(rest, after)
-        return column
-
-    def combine(self, weights: Tensor) -> Tensor:
-        """The combination of basis vectors with these weights, a row of them for each sample."""
-        weights = weights.to(self.blocks[0].dtype).unsqueeze(1)
-        parts = torch.split(weights, BLOCK, dim=2)
-        total = torch.bmm(parts[0], self.blocks[0][:, : parts[0].shape[2]])
-        for part, block in zip(parts[1:], self.blocks[1:], strict=False):
-            total = torch.baddbmm(total, part, block[:, : part.shape[2]])
-        return total.squeeze(1)
-
-    def _append(self, vector: Tensor, length: Tensor) -> None:
-        if self.size % BLOCK == 0:
-            rows, columns = vector.shape
-            self.blocks.append(vector.new_empty(rows, min(BLOCK, self._capacity - self.size), columns))
-        inverse = torch.where((length > 0) & length.isfinite(), 1 / length, 0.0)
-        torch.mul(vector, inverse.to(vector.dtype).unsqueeze(1), out=self.last())
-
-    def _orthogonal(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        filled = self.size + 1
-        views = [b[:, : min(b.shape[1], filled - BLOCK * i)] for i, b in enumerate(self.blocks)]
-        weights = [products(vector, view) for view in views]
-        rest = vector.unsqueeze(1)
-        for view, weight in zip(views, weights, strict=True):
-            rest = torch.baddbmm(rest, weight, view, alpha=-1)
-        return rest.squeeze(1), torch.cat(weights, dim=2).squeeze(1).double()
-
-
 class _Cycle:
-    """One run of GMRES between restarts: Arnoldi's process, and a QR factorisation that grows with it."""
+    """One run of GMRES between restarts.
+
+    With H the matrix of Arnoldi's process, of one row more than columns, the least residual lies along the left null
+    vector of H, which grows by one entry a step, and the solution is then found from H's lower rows, a triangle. This
+    needs neither rotations nor a factorisation (E. H. Ayachour, A fast implementation for GMRES method, 2003).
+    """
 
     def __init__(self, residual: Tensor, size: int) -> None:
-        samples = residual.shape[0]
-        self._krylov = Krylov(residual, size)
-        wide = self._krylov.first_length
-        self._rotation = wide.new_ones(samples, 1, 1)
-        self._upper = wide.new_zeros(samples, 0, 0)
-        self._right = wide.new_zeros(samples, 0)
+        self.krylov = Krylov(residual, size)
+        length = self.krylov.first_length
+        self._null = length.new_ones(length.shape[0], size + 1)
+        self._squares = torch.ones_like(length)
+        self._open = length > 0
         self._capacity = size
 
     @property
     def size(self) -> int:
         """How many products were taken."""
-        return self._krylov.size
+        return self.krylov.size
 
-    def run(self, apply: Apply, goal: Tensor) -> None:
-        """Extend the space until the residual of every sample is below its goal or the space is full."""
-        length = self._krylov.first_length
-        left, open_ended = length, length > 0
-        while self.size < self._capacity and bool((open_ended & (left > goal)).any()):
-            self._take(self._krylov.extend(apply(self._krylov.last())), open_ended)
-            left = length * self._rotation[:, self.size, 0].abs()
-            open_ended = open_ended & (self._krylov.matrix[:, self.size, self.size - 1] > 0)
+    def left(self) -> Tensor:
+        """The norm of the least residual."""
+        return self.krylov.first_length * self._squares.rsqrt()
+
+    def run(self, apply: Apply, goal: Tensor, *, probing: bool) -> int:
+        """Extend the space until the residual of every sample is below its goal or the space is full.
+
+        Where it is ``probing`` it may stop early and give the number of plain terms that will do as well.
+        """
+        while self.size < self._capacity and bool((self._open & (self.left() > goal)).any()):
+            self._take(self.krylov.extend(apply(self.krylov.last())))
+            if probing and self.size == PROBE and (terms := self._plain_terms(goal)):
+                return terms
+        return 0
+
+    def residual(self) -> Tensor:
+        """The least residual."""
+        k = self.size
+        scale = self.krylov.first_length / self._squares
+        return self.krylov.combine(self._null[:, : k + 1] * scale.unsqueeze(1))
+
+    def _plain_terms(self, goal: Tensor) -> int:
+        """How many terms of the series Σ (1 − A)ⁱ solve the rest, where that is likely to be cheaper; else 0.
+
+        The first terms are known in the basis already, so looking costs no product.
+        """
+        k = self.size
+        matrix = self.krylov.matrix[:, : k + 1, :k]
+        term = matrix.new_zeros(matrix.shape[0], k + 1)
+        term[:, 0] = self.krylov.first_length
+        terms = [term]
+        for _ in range(k):
+            term = term - (matrix @ term[:, :k].unsqueeze(2)).squeeze(2)
+            terms.append(term)
+        ratios = [torch.where(goal > 0, torch.linalg.vector_norm(term, dim=1) / goal, 0.0) for term in terms]
+        missing = steps_missing([float(ratio.amax()) for ratio in ratios])
+        if not missing < SHARE * self.krylov.blocks[0].shape[2]:
+            return 0
+        recent = torch.stack(terms[-REMEMBERED:], dim=2)
+        directions, _ = torch.linalg.qr(recent.diff(dim=2))
+        along = directions @ (directions.mT @ recent[:, :, -1:])
+        left = torch.linalg.vector_norm(recent[:, :, -1:] - along, dim=1).squeeze(1)
+        promise = left / torch.linalg.vector_norm(term, dim=1)
+        return max(1, math.ceil(missing)) if float(promise[ratios[-1] > 1].mean()) > KEEN else 0
 
     def correction(self) -> Tensor:
         """The combination of the basis with the least residual."""
         k = self.size
-        weights = torch.linalg.solve_triangular(self._upper[:, :k, :k], self._right[:, :k].unsqueeze(2), upper=True)
-        return self._krylov.combine(weights.squeeze(2).nan_to_num(0.0, 0.0, 0.0))
+        length = self.krylov.first_length.unsqueeze(1)
+        lower = -length * self._null[:, 1 : k + 1] / self._squares.unsqueeze(1)
+        triangle = self.krylov.matrix[:, 1 : k + 1, :k]
+        weights = torch.linalg.solve_triangular(triangle, lower.unsqueeze(2), upper=True)
+        return self.krylov.combine(weights.squeeze(2).nan_to_num(0.0, 0.0, 0.0))
 
     def amplification(self) -> Tensor:
-        """An estimate of ‖A⁻¹‖ on the space, by inverse iteration with the triangular factor."""
+        """An estimate of ‖A⁻¹‖ on the space, by inverse iteration with the normal matrix of H."""
         k = self.size
-        upper = self._upper[:, :k, :k]
-        vector = self._right[:, :k].unsqueeze(2)
-        growth = torch.ones_like(self._krylov.first_length)
+        hessenberg = self.krylov.matrix[:, : k + 1, :k]
+        sound = hessenberg.isfinite().flatten(1).all(1)
+        if not bool(sound.all()):
+            hessenberg = torch.where(sound.view(-1, 1, 1), hessenberg, 0.0)
+        factor, failed = torch.linalg.cholesky_ex(hessenberg.mT @ hessenberg)
+        vector = torch.ones_like(hessenberg[:, :1].mT)
+        growth = torch.ones_like(self._squares)
         for _ in range(4):
-            vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp_min(1e-300)
-            vector = torch.linalg.solve_triangular(upper, vector, upper=True)
+            vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+            vector = torch.cholesky_solve(vector, factor)
             growth = torch.linalg.vector_norm(vector, dim=1).squeeze(1)
-            vector = vector / growth.view(-1, 1, 1).clamp_min(1e-300)
-            vector = torch.linalg.solve_triangular(upper.mT, vector, upper=False)
+        growth = growth.sqrt()
+        doubtful = (failed > 0) | ~(growth < DOUBTFUL)
+        if bool(doubtful.any()):
+            smallest = torch.linalg.svdvals(hessenberg[doubtful]).amin(1)
+            growth[doubtful] = 1 / smallest
         return growth
 
     def hessenberg(self) -> Tensor:
         """The first rows and columns of Arnoldi's matrix."""
         k = min(self.size, KEPT)
-        return self._krylov.matrix[:, :k, :k].clone()
+        return self.krylov.matrix[:, :k, :k].clone()
 
-    def _grow(self) -> None:
-        """Make room for a block of columns more."""
-        self._upper, self._right = grown(self._upper, BLOCK, BLOCK), grown(self._right, 0, BLOCK)
-        size = self._rotation.shape[1]
-        self._rotation = grown(self._rotation, BLOCK, BLOCK)
-        self._rotation.diagonal(dim1=1, dim2=2)[:, size:] = 1
-
-    def _take(self, column: Tensor, open_ended: Tensor) -> None:
-        """Rotate a column to triangular form; where the space has ended it changes nothing."""
+    def _take(self, column: Tensor) -> None:
+        """Extend the null vector; where the space has ended, the column is made to change nothing."""
         k = self.size - 1
-        if k == self._right.shape[1]:
-            self._grow()
-        rotated = torch.bmm(self._rotation[:, : k + 2, : k + 2], column.unsqueeze(2)).squeeze(2)
-        above, below = rotated[:, k], rotated[:, k + 1]
-        radius = torch.hypot(above, below)
-        turn = open_ended & (radius > 0) & radius.isfinite()
-        cos, sin = torch.where(turn, above / radius, 1.0), torch.where(turn, below / radius, 0.0)
-        self._upper[:, :k, k] = torch.where(turn.unsqueeze(1), rotated[:, :k], 0.0)
-        self._upper[:, k, k] = torch.where(turn, radius, 1.0)
-        old, new = self._rotation[:, k].clone(), self._rotation[:, k + 1].clone()
-        self._rotation[:, k] = cos.unsqueeze(1) * old + sin.unsqueeze(1) * new
-        self._rotation[:, k + 1] = cos.unsqueeze(1) * new - sin.unsqueeze(1) * old
-        self._right[:, k] = torch.where(turn, self._krylov.first_length * self._rotation[:, k, 0], 0.0)
+        length = column[:, k + 1]
+        # A space that ends holds the solution: the residual falls to rounding.
+        floor = torch.finfo(self.krylov.blocks[0].dtype).eps * torch.linalg.vector_norm(column, dim=1)
+        ends = self._open & (length == 0)
+        length = torch.where(ends, floor, length)
+        entry = torch.where(self._open, -(self._null[:, : k + 1] * column[:, : k + 1]).sum(1) / length, 0.0)
+        self.krylov.matrix[:, k + 1, k] = torch.where(self._open, length, 1.0)
+        self._null[:, k + 1] = entry
+        self._squares = self._squares + entry.square()
+        self._open = self._open & ~ends & (length > 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .equation import Equation, Linearisation
-from .tolerance import Tolerance
+from .tolerance import Tolerance, euclidean
 
 Progress = Callable[[int, Tensor], None]
 
@@ -43,7 +43,8 @@ class Solution:
 
     ``polished`` is a further step from a solved ``x``, not evaluated yet: the evaluation that re-checks
     the solution
-    can as well be made there.
+    can as well be made there. ``stretch`` is how far the solution is from the start for each unit of residual that the
+    start had: an estimate, for nothing, of how much error a residual may stand for.
     """
 
     x: Tensor
@@ -53,6 +54,7 @@ class Solution:
     steps: Tensor
     evaluations: Tensor
     history: Tensor
+    stretch: Tensor
 
 
 def iterate(
@@ -68,7 +70,7 @@ def iterate(
     A sample that needs no more steps stays where it is while the others go on.
     """
     x, r = x0, equation.evaluate(x0)
-    norm = tolerance.norm(r)
+    norm, start_norm = tolerance.norm(r), euclidean(r)
     start = start_scale(equation, x, r, tolerance)
     best = _Best(x, r, torch.full_like(norm, torch.inf))
     steps = torch.zeros_like(norm, dtype=torch.long)
@@ -102,8 +104,9 @@ def iterate(
         steps += still
         evaluations.masked_fill_(still, equation.counts.evaluations)
     solved = best.norm <= tolerance.bound(scale_of(equation, best.x, best.r, start, tolerance), start)
+    stretch = (euclidean(best.x - x0) / start_norm).nan_to_num(0.0, 0.0, 0.0)
     polished = torch.where(solved.unsqueeze(1), stepper.polish(best.x, best.r), best.x)
-    return Solution(best.x, polished, solved, start, steps, evaluations, torch.stack(history))
+    return Solution(best.x, polished, solved, start, steps, evaluations, torch.stack(history), stretch)
 
 
 def start_scale(equation: Equation, x: Tensor, r: Tensor, tolerance: Tolerance) -> Tensor:
@@ -131,17 +134,21 @@ def _still_to_solve(norm: Tensor, bound: Tensor, best: _Best, stepper: Stepper) 
 
 @dataclass(slots=True)
 class _Best:
-    """Every sample's state of least residual."""
+    """Every sample's state of least residual; ``owned`` says whether its tensors may be written to."""
 
     x: Tensor
     r: Tensor
     norm: Tensor
+    owned: bool = False
 
     def note(self, x: Tensor, r: Tensor, norm: Tensor) -> None:
         better = norm < self.norm
         if bool(better.all()):
             self.x, self.r, self.norm = x, r, norm
+            self.owned = False
         elif bool(better.any()):
             rows = better.unsqueeze(1)
-            self.x, self.r = torch.where(rows, x, self.x), torch.where(rows, r, self.r)
+            into = (self.x, self.r) if self.owned else (torch.empty_like(x), torch.empty_like(r))
+            self.x, self.r = torch.where(rows, x, self.x, out=into[0]), torch.where(rows, r, self.r, out=into[1])
+            self.owned = True
             self.norm = torch.where(better, norm, self.norm)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .anderson import AndersonHistory
-from .gmres import Apply, LinearSolution, at_least, gmres, relative_norm
+from .gmres import LinearSolution, at_least, gmres, relative_norm
+from .krylov import Apply
 from .tolerance import euclidean
 
 
@@ -71,39 +72,6 @@ class BiCGSTAB:
                 break
         amplification = at_least(torch.zeros_like(length, dtype=torch.float64), x, length)
         return LinearSolution(x, relative, products, amplification)
-
-
-@dataclass(frozen=True, slots=True)
-class AndersonLinear:
-    """Anderson acceleration of the adjoint's own fixed-point iteration, with 2 · ``depth`` states held.
-
-    Attributes:
-        depth: How many differences are held.
-        max_products: How many products with the Jacobian it may take.
-    """
-
-    depth: int = 8
-    max_products: int = 200
-
-    def solve(self, apply: Apply, rhs: Tensor, start: Tensor | None, rtol: float) -> LinearSolution:
-        """Solve to a relative residual of ``rtol`` if possible."""
-        length = euclidean(rhs)
-        history = AndersonHistory(rhs, self.depth)
-        x = torch.zeros_like(rhs) if start is None else start
-        residual = rhs if start is None else rhs - apply(start)
-        best, best_relative = x, relative_norm(residual, length)
-        products = 0 if start is None else 1
-        while products < self.max_products and bool((best_relative > rtol).any()):
-            history.note(x, residual)
-            x = history.combine(x, residual, 1.0)
-            residual = rhs - apply(x)
-            products += 1
-            relative = relative_norm(residual, length)
-            better = relative < best_relative
-            best = torch.where(better.unsqueeze(1), x, best)
-            best_relative = torch.where(better, relative, best_relative)
-        amplification = at_least(torch.zeros_like(length, dtype=torch.float64), best, length)
-        return LinearSolution(best, best_relative, products, amplification)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +162,26 @@ def _ratio(above: Tensor, below: Tensor, active: Tensor) -> Tensor:
     """Above / below where that makes sense, else 0."""
     ratio = above / below
     return torch.where(active & ratio.isfinite(), ratio, 0)
+
+
+def anderson_solve(
+    apply: Apply, rhs: Tensor, start: Tensor | None, rtol: float, depth: int, damping: float, max_products: int
+) -> LinearSolution:
+    """Anderson acceleration of x ← x + (rhs − A·x)."""
+    length = euclidean(rhs)
+    history = AndersonHistory(rhs, depth)
+    x = torch.zeros_like(rhs) if start is None else start
+    residual = rhs if start is None else rhs - apply(start)
+    best, best_relative = x, relative_norm(residual, length)
+    products = 0 if start is None else 1
+    while products < max_products and bool((best_relative > rtol).any()):
+        history.note(x, residual)
+        x = history.combine(x, residual, damping)
+        residual = rhs - apply(x)
+        products += 1
+        relative = relative_norm(residual, length)
+        better = relative < best_relative
+        best = torch.where(better.unsqueeze(1), x, best)
+        best_relative = torch.where(better, relative, best_relative)
+    amplification = at_least(torch.zeros_like(length, dtype=torch.float64), best, length)
+    return LinearSolution(best, best_relative, products, amplification)

@@ -45,11 +45,11 @@ def fixed_point_equation(f: Callable[[Tree], Tree], layout: Layout) -> Equation:
     counts = Counts()
     context = ambient_autocast(layout.device)
 
-    def residual(x: Tensor) -> Tensor:
+    def image(x: Tensor) -> Tensor:
         counts.evaluations += 1
-        return layout.flat(_call(f, layout.tree(x), context)) - x
+        return layout.flat(_call(f, layout.tree(x), context))
 
-    return Equation(residual, layout, is_fixed_point=True, counts=counts)
+    return Equation(image, layout, is_fixed_point=True, counts=counts)
 
 
 def root_equation(g: Callable[[Tree], Tree], layout: Layout) -> Equation:

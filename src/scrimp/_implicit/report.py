@@ -16,9 +16,23 @@ OnFail = Literal["warn", "raise", "ignore"]
 CHOICES = ("warn", "raise", "ignore")
 
 
+# An estimated error of so many times the tolerance is expected of a well-posed problem ...
+EXPECTED = 300.0
+# ... but beyond this share of the result it is never fine.
+WORST = 0.1
+
+
+def largest_error(rtol: Tensor) -> Tensor:
+    """The estimated relative error up to which nothing is said, for solutions to these tolerances."""
+    return (EXPECTED * rtol).clamp_max(WORST)
+
+
 def report_solution(info: Info, layout: Layout, on_fail: OnFail, max_steps: int) -> None:
-    """Say it if a sample did not converge."""
-    if on_fail == "ignore" or info.all_converged:
+    """Say it if a sample did not converge, or may be wrong although it did."""
+    if on_fail == "ignore":
+        return
+    if info.all_converged:
+        _report_error(info, layout, on_fail)
         return
     failed = ~info.converged.flatten()
     worst = int((info.residual / info.bound).flatten().nan_to_num(float("inf")).argmax())
@@ -28,6 +42,18 @@ def report_solution(info: Info, layout: Layout, on_fail: OnFail, max_steps: int)
         f"have {residual:.1e}; the result and its gradient may be wrong. {_advice(info, residual, max_steps)}"
     )
     _say(message, ConvergenceWarning, on_fail)
+
+
+def _report_error(info: Info, layout: Layout, on_fail: OnFail) -> None:
+    doubtful = (info.state_error > info.expected_error).flatten()
+    if not bool(doubtful.any()):
+        return
+    worst = float(info.state_error.max())
+    message = (
+        f"{_which(doubtful, layout)} may be far from the solution although the residual is small: the estimated "
+        f"relative error is {worst:.1e}; the equation is nearly singular: tighten rtol, or use double precision"
+    )
+    _say(message, ConvergenceWarning, on_fail, deeper=1)
 
 
 def report_curvature(is_minimum: Tensor, layout: Layout, on_fail: OnFail) -> None:
@@ -84,8 +110,8 @@ def _which(failed: Tensor, layout: Layout) -> str:
     return f"{len(indices)} of {layout.samples} samples ({shown})"
 
 
-def _say(message: str, category: type[Warning], on_fail: OnFail) -> None:
+def _say(message: str, category: type[Warning], on_fail: OnFail, deeper: int = 0) -> None:
     if on_fail == "raise":
         raise ConvergenceError(message)
     # Through this package's frames to the line of the user's that called it; backward has no such line.
-    warnings.warn(message, category, stacklevel=7 if category is ConvergenceWarning else 2)
+    warnings.warn(message, category, stacklevel=7 + deeper if category is ConvergenceWarning else 2)

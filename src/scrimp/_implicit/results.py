@@ -36,8 +36,9 @@ class BackwardInfo:
         """Arnoldi's estimate of f's Jacobian's spectral radius; None if GMRES did not run."""
         if self.arnoldi is None:
             return None
-        largest: Tensor = (1 - torch.linalg.eigvals(self.arnoldi)).abs().amax(1)
-        return largest.reshape(self.solved.shape)
+        # On the CPU: not every build of torch has eigenvalues of general matrices elsewhere.
+        largest: Tensor = (1 - torch.linalg.eigvals(self.arnoldi.cpu())).abs().amax(1)
+        return largest.reshape(self.solved.shape).to(self.solved.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class Info:
         solution, included.
         residual: Norm of the true residual, computed afresh at the solution.
         bound: What the residual may be: atol + rtol · scale.
+        state_error: Estimated relative error of the solution, from how far it is from the start: a residual within its
+            bound can stand for a large error where the equation is nearly singular.
+        expected_error: How large estimated errors may be at this tolerance before they are warned about.
         rtol: The relative tolerance in force; larger than asked for where the dtype cannot do better.
         history: Residual norms step by step, of shape (steps + 1, *batch).
         backward_log: One entry for each adjoint equation solved so far, the newest last.
@@ -63,6 +67,8 @@ class Info:
     total_evaluations: int
     residual: Tensor
     bound: Tensor
+    state_error: Tensor
+    expected_error: Tensor
     rtol: float
     history: Tensor
     backward_log: list[BackwardInfo] = field(default_factory=list)

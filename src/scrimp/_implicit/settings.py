@@ -29,6 +29,8 @@ class Settings:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.adjoint, Adjoint):
+            raise TypeError(f"adjoint must be one of scrimp.adjoints, such as Implicit(); have {self.adjoint!r}")
         if self.on_fail not in CHOICES:
             raise ValueError(f"on_fail must be one of {CHOICES}; have {self.on_fail!r}")
         if self.order < 1:

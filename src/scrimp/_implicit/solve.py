@@ -12,12 +12,12 @@ from .curvature import is_minimum
 from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, iterate, scale_of, start_scale
 from .problem import computing_eps
-from .report import report_curvature, report_solution
-from .results import BackwardInfo, Info
+from .report import largest_error, report_curvature, report_solution
+from .results import Info
 from .settings import Settings
 from .solvers import Solver
 from .state import Tree
-from .tolerance import Tolerance
+from .tolerance import START_SHARE, Tolerance, euclidean
 
 
 def find(equation: Equation, x0: Tree, solver: Solver, tolerance: Tolerance, settings: Settings) -> Solution:
@@ -37,7 +37,7 @@ def given(equation: Equation, x: Tensor, tolerance: Tolerance) -> Solution:
         norm = tolerance.norm(r)
         none = torch.zeros_like(norm, dtype=torch.long)
         scale = start_scale(equation, x, r, tolerance)
-        return Solution(x, x, torch.zeros_like(norm, dtype=torch.bool), scale, none, none, norm.unsqueeze(0))
+        return Solution(x, x, torch.zeros_like(norm, dtype=torch.bool), scale, none, none, norm.unsqueeze(0), norm * 0)
 
 
 def differentiable(equation: Equation, found: Solution, tolerance: Tolerance, settings: Settings) -> tuple[Tree, Info]:
@@ -45,7 +45,7 @@ def differentiable(equation: Equation, found: Solution, tolerance: Tolerance, se
     x, at, info = conclude(equation, found, tolerance, settings)
     if at is None or not at.depends_on_others():
         return equation.layout.tree(x), info
-    solve = adjoint_solve(equation, at, x, found.start_scale, tolerance, settings, info.backward_log)
+    solve = adjoint_solve(equation, at, x, found.start_scale, info, tolerance, settings)
     return equation.layout.tree(attach(equation, at, x, solve, settings.order)), info
 
 
@@ -70,9 +70,9 @@ def adjoint_solve(
     at: Linearisation,
     x: Tensor,
     start_scale: Tensor,
+    info: Info,
     tolerance: Tolerance,
     settings: Settings,
-    log: list[BackwardInfo],
 ) -> AdjointSolve:
     """The adjoint equation at a solution, ready for its right-hand sides."""
     adjoint = settings.adjoint
@@ -82,10 +82,11 @@ def adjoint_solve(
         at=at,
         adjoint=adjoint,
         rtol=adjoint_rtol(adjoint, tolerance.rtol, computing_eps(equation.layout)),
-        solution_rtol=tolerance.rtol,
         forward_error=relative_error(equation, x, at.residual.detach(), start_scale),
+        state_error=info.state_error.flatten(),
+        expected_error=info.expected_error.flatten(),
         on_fail=settings.on_fail,
-        log=log,
+        log=info.backward_log,
         warm=settings.warm,
     )
 
@@ -108,6 +109,13 @@ def record(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tol
         norm = tolerance.norm(residual)
         scale = scale_of(equation, x, residual, found.start_scale, tolerance)
         bound = tolerance.bound(scale, found.start_scale)
+        # What was lost to rounding does not show in the residual.
+        least = torch.finfo(x.dtype).eps * scale_of(
+            equation, x, residual, found.start_scale, Tolerance(0, 0, euclidean)
+        )
+        moved = found.stretch * found.history[0]
+        size = torch.maximum(euclidean(x), START_SHARE * moved).clamp_min(torch.finfo(x.dtype).tiny)
+        error = found.stretch * torch.maximum(euclidean(residual), least) / size
     history = found.history
     return Info(
         converged=shaped(norm <= bound),
@@ -116,6 +124,8 @@ def record(equation: Equation, found: Solution, x: Tensor, residual: Tensor, tol
         total_evaluations=equation.counts.evaluations,
         residual=shaped(norm),
         bound=shaped(bound),
+        state_error=shaped(error),
+        expected_error=shaped(largest_error((bound / scale).nan_to_num(torch.inf))),
         rtol=tolerance.rtol,
         history=history.reshape(len(history), *equation.layout.batch_shape),
     )

@@ -8,7 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from .equation import Equation
+from .gmres import LinearSolution
 from .iterate import Stepper
+from .krylov import Apply
+from .linear import anderson_solve
 from .newton import NewtonStepper
 from .steppers import AndersonStepper, AutoStepper, BroydenStepper, PicardStepper
 
@@ -54,19 +57,25 @@ class Picard:
 
 @dataclass(frozen=True, slots=True)
 class Anderson:
-    """Anderson acceleration; holds 2 · ``depth`` states.
+    """Anderson acceleration; holds 2 · ``depth`` states. Solves adjoint equations too, as ``Implicit(Anderson())``.
 
     Attributes:
         depth: How many differences of earlier steps are combined.
         damping: The share of each step's residual that is taken.
+        max_products: How many products with the Jacobian the solution of an adjoint equation may take.
     """
 
     depth: int = 8
     damping: float = 1.0
+    max_products: int = 200
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
         return AndersonStepper(x0, self.depth, self.damping)
+
+    def solve(self, apply: Apply, rhs: Tensor, start: Tensor | None, rtol: float) -> LinearSolution:
+        """Solve a linear system to a relative residual of ``rtol`` if possible."""
+        return anderson_solve(apply, rhs, start, rtol, self.depth, self.damping, self.max_products)
 
 
 @dataclass(frozen=True, slots=True)

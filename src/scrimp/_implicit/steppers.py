@@ -11,6 +11,7 @@ from .anderson import AndersonHistory, products
 from .equation import Equation
 from .iterate import Stepper
 from .newton import NewtonStepper
+from .pace import KEEN, REMEMBERED, SHARE, SPAN, WIDE, steps_missing
 from .tolerance import euclidean
 
 # Where plain steps shrink the residual by this factor or better, remembering does not pay.
@@ -22,8 +23,6 @@ BRIEF = 3
 LAST_STAGE = 3
 # On a slow problem the residual is taken to this share of its bound, which costs a step or two.
 CAREFUL = 0.4
-# How many first states are kept, so that acceleration need not begin with nothing.
-REMEMBERED = 4
 # An accelerated iteration that leaves this share of its residual after so many steps is stuck.
 STUCK, PATIENCE = 0.8, 20
 # A stuck residual this near to rounding will not be improved by a better method.
@@ -169,6 +168,8 @@ class AutoStepper:
         self._equation, self._like, self._depth = equation, like, depth
         self._recent: list[tuple[Tensor, Tensor]] = []
         self._norms: list[Tensor] = []
+        self._worst: list[float] = []
+        self._patience, self._wait = REMEMBERED, 0
         self._current: Stepper = PicardStepper(1.0)
         self._stage = 0
         self._slow = False
@@ -182,21 +183,22 @@ class AutoStepper:
         self._slow |= rate > SLOW
         if self._stage == 0:
             self._recent = [*self._recent[1 - REMEMBERED :], (x, r)]
-            if rate > FAST:
+            if not self._plain_will_do(r, norm, bound) and rate > FAST:
                 self._accelerate(rate)
         elif self._stage < LAST_STAGE:
             if rate > SLOW and isinstance(self._current, AndersonStepper):
                 self._current.history.grow(self._depth)
             stuck = self._watch.stuck(norm, bound)
-            rounding = ROUNDING * torch.finfo(x.dtype).eps * torch.maximum(euclidean(x), euclidean(x + r))
-            self._at_floor = stuck & (norm <= rounding)
-            if bool((stuck & ~self._at_floor).any()):
-                self._escalate()
+            if bool(stuck.any()):
+                rounding = ROUNDING * torch.finfo(x.dtype).eps * torch.maximum(euclidean(x), euclidean(x + r))
+                self._at_floor = stuck & (norm <= rounding)
+                if bool((stuck & ~self._at_floor).any()):
+                    self._escalate()
         return self._current.step(x, r, norm, bound)
 
     def aim(self, bound: Tensor) -> Tensor:
         """The bound; less on a slow problem, where the error is many times the residual."""
-        return CAREFUL * bound if self._slow else bound
+        return CAREFUL * bound if self._slow and self._stage else bound
 
     def polish(self, x: Tensor, r: Tensor) -> Tensor:
         """One step more of the method in use."""
@@ -222,6 +224,24 @@ class AutoStepper:
         before, now = self._norms[0], self._norms[2]
         ratios = torch.where((now > bound) & now.isfinite() & before.isfinite(), now / before, 0)
         return math.sqrt(float(ratios.amax()))
+
+    def _plain_will_do(self, r: Tensor, norm: Tensor, bound: Tensor) -> bool:
+        """Whether plain steps are likely to be cheaper than accelerated ones."""
+        self._worst = [*self._worst[-SPAN:], float((norm / bound).nan_to_num(math.inf).amax())]
+        if r.shape[1] < WIDE or not steps_missing(self._worst) < SHARE * r.shape[1]:
+            return False
+        self._wait -= 1
+        if self._wait > 0 or len(self._recent) < REMEMBERED:
+            return True
+        history = AndersonHistory(self._like, REMEMBERED - 1)
+        for state, residual in self._recent:
+            history.note(state, residual)
+        if float(history.promise(r)[norm > bound].mean()) <= KEEN:
+            return False
+        # The question costs about as much as a step: it is put again after twice as many.
+        self._patience *= 2
+        self._wait = self._patience
+        return True
 
     def _accelerate(self, rate: float) -> None:
         anderson = AndersonStepper(self._like, min(self._depth, BRIEF) if rate < SLOW else self._depth, 1.0)

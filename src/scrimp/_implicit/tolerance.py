@@ -15,9 +15,22 @@ START_SHARE = 1e-6
 
 
 def euclidean(rows: Tensor) -> Tensor:
-    """The length of every row."""
+    """The length of every row, also where squares would overflow or vanish."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    limits = torch.finfo(rows.dtype)
+    small, large = (limits.tiny / limits.eps) ** 0.5, limits.max**0.5
+    if rows.shape[1] and bool(((lengths < small) | (lengths > large)).any()):
+        sizes = power_of_two(rows)
+        lengths = torch.linalg.vector_norm(rows / sizes, dim=1) * sizes.squeeze(1)
     return lengths
+
+
+def power_of_two(rows: Tensor) -> Tensor:
+    """A power of two near the largest number of every row, by which to scale without rounding; else 1."""
+    largest = rows.abs().amax(1, keepdim=True)
+    _, exponents = torch.frexp(largest)
+    usable = (largest > 0) & largest.isfinite()
+    return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponents - 1), 1)
 
 
 @dataclass(frozen=True, slots=True)

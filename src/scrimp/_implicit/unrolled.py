@@ -87,7 +87,7 @@ def _run(
         steps += 1
     evaluations = torch.full_like(taken, equation.counts.evaluations)
     never = torch.zeros_like(norm, dtype=torch.bool)
-    return steps, y, Solution(z, z, never, scale, taken, evaluations, torch.stack(history))
+    return steps, y, Solution(z, z, never, scale, taken, evaluations, torch.stack(history), norm * 0)
 
 
 class _Reversible(torch.autograd.Function):

@@ -110,7 +110,7 @@ class Liveness:
         if was_kept != is_kept:
             self._add_held(value, -1 if was_kept else 1)
             self._fixed[value] = is_kept
-            self._spread_demand(value)
+            moments |= self._spread_demand(value)
         if value in self._computed_at:
             moments |= self._respan(value)
         return moments
@@ -121,8 +121,13 @@ class Liveness:
         if start < end:
             self.levels[start:end] += sign * self.facts.size[value]
 
-    def _spread_demand(self, value: int) -> None:
-        """Bring up to date until when the values from which ``value`` is replayed are needed."""
+    def _spread_demand(self, value: int) -> set[int]:
+        """Bring up to date until when the values from which ``value`` is replayed are needed.
+
+        Returns:
+            The moments whose replays may change because of it.
+        """
+        moments: set[int] = set()
         stack = [self.facts.owner[value]]
         while stack:
             op = stack.pop()
@@ -140,6 +145,9 @@ class Liveness:
                     self._add_held(read, 1)
                 else:
                     stack.append(self.facts.owner[read])
+                    if read in self._computed_at:
+                        moments |= self._respan(read)
+        return moments
 
     def _demand(self, value: int) -> int:
         facts, ends, fixed = self.facts, self._ends, self._fixed
@@ -247,7 +255,7 @@ class Liveness:
         releases, first = self.facts.releases[value], len(self.facts.trace.ops)
         for passed, moment in enumerate(self._computed_at.get(value, ())):
             if passed >= self._passes[value]:
-                spans.append((moment, self.facts.last_release[value]))
+                spans.append((moment, self._ends[value]))
                 break
             if self.facts.trace.events[moment - first] == Unpack(value):
                 following = bisect_left(releases, moment + 1)

@@ -1,0 +1,1 @@
+"""Long loops: which states are kept, and how the others come back."""

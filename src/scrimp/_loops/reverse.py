@@ -1,0 +1,200 @@
+"""The way back through a loop: states come back as the schedule says, and each step is differentiated on its own.
+
+A tensor that many steps use gets its gradient as autograd would give it: one summand after the other, in the order of
+the plain loop's backward pass. For that, what has been summed up so far is handed to the next graph as the gradient of
+the tensor itself, and so comes first in its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from scrimp._loops.graph import borders
+from scrimp._loops.outside import sequence_number
+from scrimp._loops.schedule import Advance, Drop, Load, Reverse, Save, backward
+from scrimp._loops.step import Frame, Ran, slice_of
+from scrimp._loops.substitute import Substitute
+from scrimp._loops.tape import Tape
+from scrimp.errors import GraphFreedError, LoopError
+
+Gradient = Tensor | None
+
+
+@final
+class Reversal:
+    """One backward pass through one loop."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        first: Frame,
+        xs: Sequence[Tensor],
+        by_state: Sequence[Gradient],
+        by_output: Sequence[Gradient],
+        keep: bool,
+    ) -> None:
+        shelf = tape.keeper.shelf
+        if 0 not in shelf:
+            raise GraphFreedError(
+                "the states of a loop were freed by an earlier backward pass; pass retain_graph=True to that one"
+            )
+        self._tape = tape
+        self._shelf = shelf.copy() if keep else shelf
+        self._shelf.first(replace(first, snapshot=shelf.take(0).snapshot))
+        self._xs = xs
+        self._by_output = by_output
+        self._outer = list(tape.borders.values())
+        self._substitute = Substitute(self._outer)
+        self._targets = [self._substitute.of(tensor) for tensor in self._outer]
+        self._checked = False
+        self._aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.by_state = list(by_state)
+        self.by_outer: list[Gradient] = [None] * len(self._outer)
+        self.by_xs: list[Gradient] = [None] * len(xs)
+
+    def run(self) -> None:
+        """Go all the way back; the gradients are in ``by_state``, ``by_outer`` and ``by_xs`` then."""
+        tape = self._tape
+        tape.outside.check_unchanged()
+        now = tape.outside.snapshot()
+        try:
+            with tape.conditions.in_force() as self._aside:
+                self._follow()
+        finally:
+            tape.outside.put(now)
+
+    def _follow(self) -> None:
+        tape, held = self._tape, self._tape.keeper.held
+        current = None if held is None else self._take(held)
+        if held is not None:
+            self._shelf.drop(held)
+        if self._shelf.near is not None:
+            self._shelf.near = max(self._shelf.near - 1, 0)  # one is the current state
+        saved = list(self._shelf)
+        slots = max(tape.keeper.slots or 1, len(saved))
+        for action in backward(tape.length, saved, slots, held):
+            match action:
+                case Load(step):
+                    current = self._take(step)
+                case Advance(start, stop):
+                    for step in range(start, stop):
+                        assert current is not None
+                        current = self._again(current, step)
+                case Save(step):
+                    assert current is not None
+                    self._shelf.put(step, tape.keeper.complete(current))
+                case Reverse(step):
+                    assert current is not None
+                    frame, current = current, None
+                    self._reverse(frame, step)
+                    tape.report.backward(tape.length - step, tape.length)
+                case Drop(step):
+                    self._shelf.drop(step)
+
+    def _take(self, step: int) -> Frame:
+        frame = self._shelf.take(step)
+        frame.check_unchanged()
+        assert frame.snapshot is not None
+        self._tape.outside.put(frame.snapshot)
+        return frame
+
+    def _again(self, frame: Frame, step: int) -> Frame:
+        self._tape.report.repeated += 1
+        return Frame.of(self._tape.step.run(frame.arguments(), slice_of(self._xs, step)).state)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _reverse(self, frame: Frame, step: int) -> None:
+        arguments, x = frame.arguments(), slice_of(self._xs, step)
+        since = sequence_number()
+        ran = self._run(arguments, x)
+        if self._substitute or not self._checked:
+            self._check(ran, since)
+        pattern = self._tape.patterns[step]
+        if tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in ran.state) != pattern.wants:
+            raise LoopError(
+                f"step {step} of the loop did something else when it ran again for backward: other parts of its state "
+                "require grad. Steps must depend on nothing but their arguments and tensors"
+            )
+        roots = self._seeds(arguments, step) + self._roots(ran, step)
+        inputs = {id(leaf): leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor) and leaf.requires_grad}
+        wanted = [*inputs.values(), *self._targets]
+        gradients: Sequence[Gradient] = [None] * len(wanted)
+        if roots and wanted:
+            tensors, given = zip(*roots, strict=True)
+            with self._aside():
+                # As torch.autograd.grad does it, which checks arguments for longer than a small step runs.
+                gradients = Variable._execution_engine.run_backward(
+                    tensors, given, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+                )
+        found = dict(zip(inputs, gradients, strict=False))
+        self.by_state = [found.get(id(leaf)) for leaf in arguments]
+        self.by_outer = list(gradients[len(inputs) :])
+        for place, leaf in enumerate(x):
+            self._enter_x(place, step, found.get(id(leaf)))
+
+    def _run(self, arguments: list[Any], x: list[Any]) -> Ran:
+        self._tape.report.repeated += 1
+        with self._substitute if self._substitute else nullcontext():
+            if self._checked:
+                return self._tape.step.run(arguments, x)
+            watch = self._tape.watch
+            watch.begin([leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor)])
+            with watch:
+                return self._tape.step.run(arguments, x)
+
+    def _check(self, ran: Ran, since: int) -> None:
+        """Raise if the step depends on other tensors than it did the first time."""
+        self._checked = True
+        arguments = {id(leaf) for leaf in (*ran.arguments, *ran.x)}
+        known = {id(target) for target in self._targets}
+        for tensor in borders(ran.tensors(), arguments, self._tape.outside.sources, since):
+            if id(tensor) not in known:
+                raise LoopError(
+                    f"a step of the loop reads a tensor of shape {list(tensor.shape)} as it runs again for backward "
+                    "that it did not read the first time, or takes it into a custom autograd.Function, where scan "
+                    "cannot tell it apart from what is behind it. Make it a part of the state or of xs"
+                )
+
+    def _seeds(self, arguments: Sequence[Any], step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return what the sums of this step's graph begin with."""
+        seeds = [(to, sum_) for to, sum_ in zip(self._targets, self.by_outer, strict=True) if sum_ is not None]
+        if step:
+            for place, of_state in self._tape.patterns[step - 1].aliases:
+                gradient = self._by_output[place]
+                if gradient is not None and arguments[of_state].requires_grad:
+                    seeds.append((arguments[of_state], gradient[step - 1]))
+        return seeds
+
+    def _roots(self, ran: Ran, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return what the step returned, with the gradients that are known of it."""
+        roots: dict[int, tuple[Tensor, Tensor]] = {}
+        for leaf, gradient in zip(ran.state, self.by_state, strict=True):
+            if gradient is not None and leaf.requires_grad:
+                roots.setdefault(id(leaf), (leaf, gradient))
+        found = list(roots.values())
+        is_last = step + 1 == self._tape.length
+        aliased = {place for place, _ in self._tape.patterns[step].aliases}
+        for place, leaf in enumerate(ran.output):
+            gradient = self._by_output[place]
+            if gradient is None or not leaf.requires_grad or (place in aliased and not is_last):
+                continue  # of an alias, the next step's graph has begun with it
+            found.append((leaf, gradient[step]))
+        return found
+
+    def _enter_x(self, place: int, step: int, gradient: Gradient) -> None:
+        if gradient is None:
+            return
+        whole = self.by_xs[place]
+        if whole is None:
+            whole = self.by_xs[place] = torch.zeros(
+                self._xs[place].shape, dtype=self._xs[place].dtype, device=self._xs[place].device
+            )
+        whole[step].copy_(gradient)

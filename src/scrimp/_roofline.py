@@ -1,0 +1,149 @@
+"""A machine that is not here, played: described bytes are counted, and operators advance a clock by estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from scrimp._live import LiveStorages
+from scrimp._machine import Machine
+from scrimp._meter import Meter
+from scrimp._operators import Kind, operator
+from scrimp._record import tensors_in
+
+META = torch.device("meta")
+aten = torch.ops.aten
+
+
+@final
+class MachineMeter(Meter):
+    """Counts described bytes, and reads a clock that operators advance by their estimated time."""
+
+    def __init__(self, on: Machine) -> None:
+        self.machine = on
+        self.device = META
+        self.block = on.block
+        self.now = 0.0
+        self._live = LiveStorages(on.block)
+
+    def level(self) -> int:
+        """Return the bytes that would be in use."""
+        return self._live.now
+
+    def requested(self) -> int:
+        """Return 0: what an operator uses within itself is not seen."""
+        return 0
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it dies."""
+        self._live.add(storage)
+
+    def found(self, nbytes: int) -> None:
+        """Do nothing: what was there before is described one by one."""
+
+    def mark(self) -> float:
+        """Read the clock."""
+        return self.now
+
+    def keep_busy(self) -> None:
+        """Do nothing: the clock stands still between operators."""
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the time between two marks."""
+        return end - start
+
+    def settle(self) -> None:
+        """Do nothing: nothing runs."""
+
+
+@final
+class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Advances the clock by what each operator would take; answers yes where Python asks data a question."""
+
+    def __init__(self, meter: MachineMeter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+        self.answered = 0
+        """How often Python asked data a yes-or-no question."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            self.answered += 1
+            return True
+        result = func(*args, **kwargs)
+        if operator(func).kind is Kind.COMPUTE:
+            self._meter.now += _seconds(self._meter.machine, func, args, kwargs, result)
+        return result
+
+
+def _seconds(on: Machine, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    read, made = list(tensors_in([*args, *kwargs.values()])), list(tensors_in(result))
+    given = {tensor.untyped_storage()._cdata for tensor in read}
+    if made and not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in given for tensor in made):
+        return 0.0  # another look at what is there
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
+    bits = min((8 * tensor.element_size() for tensor in read if tensor.is_floating_point()), default=32)
+    count = flop_registry.get(func.overloadpacket)
+    if count is None:
+        return on.seconds(0.0, bits, nbytes)
+    return on.seconds(float(count(*args, **kwargs, out_val=result)), bits, nbytes)
+
+
+@final
+class FusedKernels(TorchFunctionMode):
+    """Has attention and dropout call the fused kernels of GPUs; ``meta`` would spell them out, with all between."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is nn.functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not p or inplace:
+        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    flash = attn_mask is None and query.element_size() == 2 and query.ndim == 4
+    if flash:
+        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+    else:
+        bias = attn_mask
+        if bias is not None and bias.dtype is torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
+        if bias is not None:
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        found = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
+        )
+    result: Tensor = found[0]
+    return result

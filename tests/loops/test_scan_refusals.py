@@ -1,0 +1,297 @@
+"""What a step of ``scrimp.scan`` must not do, nor anybody before backward: errors that say so."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scrimp
+from scrimp.errors import BudgetError, LoopError, OrderError, SourceChangedError
+from scrimp.testing import live_bytes
+
+
+def scaled(w: Tensor) -> Any:
+    """A step."""
+    return lambda h, _: ((h * w).sin(), None)
+
+
+@pytest.fixture
+def w() -> Tensor:
+    """A parameter."""
+    return torch.full((3,), 0.9, requires_grad=True)
+
+
+def test_a_parameter_changed_before_backward(w: Tensor) -> None:
+    """Steps would be run again with other numbers."""
+    h, _ = scrimp.scan(scaled(w), torch.ones(3), length=5, slots=2)
+    with torch.no_grad():
+        w += 1
+    with pytest.raises(SourceChangedError, match="from outside"):
+        h.sum().backward()
+
+
+def test_a_constant_changed_before_backward(w: Tensor) -> None:
+    """Also tensors that need no gradient count."""
+    c = torch.ones(3)
+    h, _ = scrimp.scan(lambda h, _: (h * w + c, None), torch.ones(3), length=5, slots=2)
+    c += 1
+    with pytest.raises(SourceChangedError):
+        h.sum().backward()
+
+
+def test_the_first_state_or_xs_changed_before_backward(w: Tensor) -> None:
+    """Autograd itself raises, as for any saved tensor."""
+    for change in range(2):
+        start, xs = torch.ones(3), torch.ones(4, 3)
+        h, _ = scrimp.scan(lambda h, x: (h * w + x, None), start, xs, slots=2)
+        (start, xs)[change].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            h.sum().backward()
+
+
+def test_a_state_that_is_passed_through_changed_before_backward(w: Tensor) -> None:
+    """A kept state shares memory with what the caller got."""
+    (h, c), _ = scrimp.scan(
+        lambda s, x: (((s[0] * w * s[1]).sin(), s[1] if x > 1 else s[1] + 1), None),
+        (torch.ones(3), torch.ones(3)), torch.arange(6), slots=3,
+    )  # fmt: skip
+    c.add_(1)
+    with pytest.raises((SourceChangedError, RuntimeError), match="modified"):
+        h.sum().backward()
+
+
+def test_a_parameter_replaced_before_backward() -> None:
+    """The step reads another tensor when it runs again."""
+    model = nn.Linear(3, 3)
+    h, _ = scrimp.scan(lambda h, _: (model(h), None), torch.ones(3), length=4, slots=2)
+    model.weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(LoopError, match="did not read the first time"):
+        h.sum().backward()
+
+
+def test_functional_call_around_the_loop() -> None:
+    """Parameters that are in place only during forward; torch's checkpoint takes the others, without a word."""
+
+    class Looping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, h: Tensor) -> Tensor:
+            return scrimp.scan(lambda h, _: ((h * self.w).sin(), None), h, length=4, slots=2)[0]
+
+    model, other = Looping(), torch.full((3,), 2.0, requires_grad=True)
+    h = torch.func.functional_call(model, {"w": other}, torch.ones(3))
+    with pytest.raises(LoopError, match="functional_call inside the step"):
+        h.sum().backward()
+
+
+def test_another_branch_when_it_runs_again(w: Tensor) -> None:
+    """Python state that decides otherwise the second time."""
+    calls = []
+
+    def step(h: Tensor, _: None) -> Any:
+        calls.append(1)
+        return (h * w if len(calls) <= 4 else h.detach(), None)
+
+    h, _ = scrimp.scan(step, torch.ones(3), length=4, slots=2)
+    with pytest.raises(LoopError, match="something else"):
+        h.sum().backward()
+
+
+def test_a_state_beside_the_state(w: Tensor) -> None:
+    """A tensor that one step leaves for the next, with a history or without."""
+    for detach in (False, True):
+        left: dict[str, Tensor] = {}
+
+        def step(h: Tensor, _: None, left: dict[str, Tensor] = left, detach: bool = detach) -> Any:
+            h = (h * w + left.get("last", torch.zeros(3))).sin()
+            left["last"] = (h * 2).detach() if detach else h * 2
+            return h, None
+
+        with pytest.raises(LoopError, match="earlier step"):
+            scrimp.scan(step, torch.ones(3), length=6, slots=2)
+
+
+def test_a_cache_that_the_first_step_fills_is_fine(w: Tensor) -> None:
+    """A constant that is computed once and stays."""
+    cache: list[Tensor] = []
+
+    def step(h: Tensor, _: None) -> Any:
+        if not cache:
+            cache.append(torch.linspace(0, 1, 3))
+        return (h * w + cache[0]).sin(), None
+
+    h, _ = scrimp.scan(step, torch.ones(3), length=6, slots=2)
+    h.sum().backward()
+    assert w.grad is not None
+
+
+def test_a_tensor_that_escapes_from_a_step(w: Tensor) -> None:
+    """What a step leaves outside has no way back to the state: it is an error to differentiate it."""
+    log: list[Tensor] = []
+
+    def step(h: Tensor, _: None) -> Any:
+        h = (h * w).sin()
+        log.append(h.sum())
+        return h, None
+
+    scrimp.scan(step, torch.ones(3), length=4, slots=2)
+    with pytest.raises(LoopError, match="return it as an output"):
+        log[-1].backward()
+
+
+def test_writing_to_the_state(w: Tensor) -> None:
+    """The state has to stay as it is."""
+    with pytest.raises((LoopError, RuntimeError), match="place"):
+        scrimp.scan(lambda h, _: (h.mul_(0.5) * w, None), torch.ones(3), length=3)
+    with pytest.raises(LoopError, match="its x"):
+        scrimp.scan(lambda h, x: (h * w + x.mul_(2), None), torch.ones(3), torch.ones(4, 3))
+
+
+def test_writing_values_with_a_history_to_the_outside(w: Tensor) -> None:
+    """Gradients could not follow."""
+    buffer = torch.zeros(4, 3)
+
+    def step(h: Tensor, i: Tensor) -> Any:
+        h = (h * w).sin()
+        buffer[i] = h
+        return h, None
+
+    with pytest.raises(LoopError, match="return them as an output"):
+        scrimp.scan(step, torch.ones(3), torch.arange(4))
+
+
+def test_numpy_memory_that_lives_for_one_step_is_fine(w: Tensor) -> None:
+    """torch.from_numpy in a step."""
+    arrays = [np.full(3, float(i), dtype=np.float32) for i in range(6)]
+
+    def step(state: Any, _: None) -> Any:
+        h, i = state
+        return ((h * w + torch.from_numpy(arrays[i])).sin(), i + 1), None
+
+    (h, _), _ = scrimp.scan(step, (torch.ones(3), 0), length=6, slots=2)
+    h.sum().backward()
+    assert w.grad is not None
+
+
+def test_an_until_that_draws(w: Tensor) -> None:
+    """The condition is not asked again in backward, so it may not draw."""
+    with pytest.raises(LoopError, match="until"):
+        scrimp.scan(scaled(w), torch.ones(3), until=lambda h: torch.rand(()) < 0.1, slots=2)
+
+
+def test_second_derivatives(w: Tensor) -> None:
+    """First ones come with create_graph=True too; to differentiate them is an error of ours."""
+    h, _ = scrimp.scan(scaled(w), torch.ones(3), length=4, slots=2)
+    (first,) = torch.autograd.grad(h.sum(), w, create_graph=True)
+    plain = torch.ones(3)
+    for _ in range(4):
+        plain = (plain * w).sin()
+    assert torch.equal(first, torch.autograd.grad(plain.sum(), w)[0])
+    with pytest.raises(OrderError, match="scan"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({}, LoopError, "length="),
+        ({"length": -1}, LoopError, "0 or more"),
+        ({"xs": torch.ones(3), "length": 4}, LoopError, "slices"),
+        ({"xs": [torch.ones(3), torch.ones(4)]}, LoopError, "one length"),
+        ({"xs": [1.0]}, LoopError, "wrap numbers"),
+        ({"length": 3, "slots": 0}, BudgetError, "1 or more"),
+        ({"length": 3, "slots": 2, "budget": "1MB"}, BudgetError, "not both"),
+        ({"length": 9, "budget": 3}, BudgetError, "raise it"),
+        ({"until": lambda h: False}, BudgetError, "slots="),
+    ],
+)
+def test_arguments(w: Tensor, arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    """What cannot work is refused, with what would."""
+    with pytest.raises(error, match=says):
+        scrimp.scan(scaled(w), torch.ones(3), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (lambda h, _: h, "two things"),
+        (lambda h, _: ((h, h), None), "built like"),
+        (lambda h, _: (h, 1.0), "outputs"),
+        (lambda h, _: (object(), None), "holds"),
+    ],
+)
+def test_results_of_a_step(step: Any, says: str) -> None:
+    """What a step returns must be two things, built as the state is and as outputs can be."""
+    with pytest.raises(LoopError, match=says):
+        scrimp.scan(step, torch.ones(3), length=2)
+
+
+def test_outputs_that_cannot_be_stacked(w: Tensor) -> None:
+    """Shapes of outputs must be alike."""
+    with pytest.raises(LoopError, match="alike"):
+        scrimp.scan(lambda i, _: (i + 1, torch.ones(i + 1)), 0, length=3)
+
+
+@pytest.mark.parametrize("at", [3, 11, 14, 20])
+@pytest.mark.parametrize("retain", [False, True])
+def test_an_interrupt_leaves_nothing_behind(at: int, retain: bool) -> None:
+    """Ctrl-C in any step: memory, generators, buffers and settings are as if backward had not begun."""
+    torch.manual_seed(0)
+    model, calls = nn.BatchNorm1d(4), 0
+    w = torch.ones(4, requires_grad=True)
+
+    def step(h: Tensor, _: None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        return (model(h) * w + torch.rand_like(h)), None
+
+    with live_bytes() as count:
+        h = None
+        try:
+            h, _ = scrimp.scan(step, torch.randn(5, 4), length=8, slots=2)
+            before = torch.get_rng_state(), model.running_mean.clone()
+            h.sum().backward(retain_graph=retain)
+        except KeyboardInterrupt:
+            pass
+        if at > 8:
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert torch.equal(model.running_mean, before[1])
+        assert w.grad is None
+        del h
+        before = None
+    assert count.now == 0
+    assert torch.is_autocast_cache_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_threads_do_not_meet() -> None:
+    """Loops in many threads, forward and backward."""
+    results: dict[int, Tensor] = {}
+
+    def run(number: int) -> None:
+        w = torch.full((3,), 0.5 + number / 10, requires_grad=True)
+        h, _ = scrimp.scan(scaled(w), torch.ones(3), length=20, slots=3)
+        h.sum().backward()
+        results[number] = w.grad
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(6):
+        w = torch.full((3,), 0.5 + number / 10, requires_grad=True)
+        h = torch.ones(3)
+        for _ in range(20):
+            h = (h * w).sin()
+        h.sum().backward()
+        assert torch.equal(results[number], w.grad)
