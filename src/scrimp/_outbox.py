@@ -22,6 +22,7 @@ class Outbox:
     """What is leaving, of all scopes of one recorder."""
 
     def __init__(self) -> None:
+        self.inputs: list[Value] = []
         self._asked: list[Value] = []
         self._unsure: deque[tuple[int, Value]] = deque()
         self._clock = 0
@@ -38,6 +39,10 @@ class Outbox:
         """Take note of a value that is held now and wanted elsewhere."""
         self._asked.append(value)
 
+    def add_input(self, value: Value) -> None:
+        """Take note of a value from before the session whose bytes only a store may have soon."""
+        self.inputs.append(value)
+
     def add_unsure(self, value: Value) -> None:
         """Take note of a value that was not made by an operator under our eyes.
 
@@ -48,7 +53,7 @@ class Outbox:
     def waits(self, sequence: int) -> bool:
         """Take note that operator number ``sequence`` is about to run, and say whether :meth:`tick` has work to do."""
         self._clock = sequence
-        return bool(self._unsure or self._due)
+        return bool(self._asked or self._unsure or self._due)
 
     def tick(self, sequence: int) -> None:
         """Do what is due before operator number ``sequence``."""

@@ -76,8 +76,9 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._depth == 1 and self._released:
-            self._settle_released()
+        if self._depth == 1:
+            if self._released:
+                self._settle_released()
             self.scope.outbox.send()
         self._depth -= 1
         self._lock.release()
@@ -191,7 +192,8 @@ class Recorder:
         with self:
             self.settle_writes()
             self.scope.outbox.flush()
-            values = list(self._values.values())
+            values = [*self._values.values(), *self.scope.outbox.inputs]
+            self.scope.outbox.inputs.clear()
             self._values.clear()
             for value in values:
                 storage = value.storage() if value.storage is not None else None

@@ -93,6 +93,8 @@ class Scope:
         base = tensor if tensor._base is None else tensor._base
         if self.control.enabled and base.grad_fn is not None:
             value.store = self.control.policy.inputs()
+            if value.store is not None:
+                self.outbox.add_input(value)
 
     # -- evicting ---------------------------------------------------------------------------------------------------
 

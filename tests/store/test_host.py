@@ -196,6 +196,24 @@ def test_inputs_of_regions() -> None:
     assert torch.equal(gradient(x), plain_gradient(step))
 
 
+def test_inputs_that_nobody_else_holds() -> None:
+    """An input whose storage dies while its region runs leaves the store when its graph goes, needed or not."""
+    host = Host()
+
+    def region(inputs: list[Tensor]) -> Tensor:
+        y = inputs[0] + inputs[1].exp()
+        inputs.clear()
+        return y.sin()
+
+    x = leaf()
+    loss = scrimp.checkpoint(region, [x * 2, x * 3], policy=StoreInputs(Host(window=1))).sum()
+    loss.backward()
+    loss = scrimp.checkpoint(region, [x * 2, x * 3], policy=StoreInputs(host)).sum()
+    assert host.statistics.held.total == 2
+    del loss
+    assert host.statistics.held.bytes == 0
+
+
 def test_inputs_of_regions_inside_a_session() -> None:
     """What a region reads, and what it returns, is decided by the session around it, which may store it."""
     x, host = leaf(), Host()
