@@ -130,13 +130,22 @@ class Recorder:
         """Return the value that a tensor looks at if that is certain at first sight."""
         if not is_strided(tensor):
             return None
-        value = self._values.get(tensor.untyped_storage()._cdata)
-        return None if value is None or tensor._version > value.at_birth else value
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
+        if value is None or tensor._version > value.at_birth or (value.call is not None and not storage.resizable()):
+            return None
+        return value
 
     def find(self, tensor: Tensor) -> Value:
         """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
-        value = self._values.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
         if value is not None:
+            if value.call is not None and not storage.resizable():
+                # An array of NumPy's shares its memory, and who has that can write without a word to anybody.
+                with self:
+                    self._before_write(tensor)
+                return self._adopt(tensor, external=value.external)
             version = tensor._version
             if version <= value.at_birth or (version <= value.seen and value.born() is not tensor):
                 return value
@@ -325,8 +334,8 @@ class Recorder:
 
     def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
         """Return what stands for a tensor argument: the value that it shows as it was made, or another look at one."""
-        value = self._values.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
-        if value is None or tensor._version > value.at_birth:
+        value = self.known(tensor)
+        if value is None:
             if not is_plain(tensor):
                 raise _UnrepeatableError
             value = self.find(tensor)
