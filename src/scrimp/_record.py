@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -449,6 +450,9 @@ replaying = _Replaying()
 class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every operator to a recorder."""
 
+    supports_higher_order_operators = True
+    """``torch.cond`` and its like come to the method below too, and are passed on: what they make is kept."""
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
@@ -472,9 +476,10 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = _NOTHING
         if replaying.active or self.recorder.paused or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if types:
-            for kind in types:
-                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                    # A subclass with a dispatch of its own: let it take itself apart, and see what it calls.
-                    return NotImplemented
+        own = [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__] if types else None
+        if own:
+            if all(issubclass(kind, FakeTensor) for kind in own):
+                return func(*args, **kwargs)  # nothing is computed; a compiler, say, wants to know the shapes
+            # A subclass with a dispatch of its own: let it take itself apart, and see what it calls.
+            return NotImplemented
         return self.recorder.run(func, args, kwargs)
