@@ -358,13 +358,15 @@ def _hold_what_lives(value: Value) -> bool:
 
 
 _VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_detach_unseen = Tensor._make_subclass
+"""``detach`` that no dispatch mode sees; a guard around the method takes as long again."""
 
 
 def share(tensor: Tensor) -> Tensor:
     """Return another tensor over the same storage and version counter, with no tie to autograd's graph."""
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEW_TRACKING):
-        with torch._C._DisableTorchDispatch():
-            return tensor.detach()
+    if not _is_excluded(_VIEW_TRACKING):
+        return _detach_unseen(Tensor, tensor)
     # Inside a dispatch mode the key that makes a view share its base's version counter is switched off.
     tracking = torch._C._dispatch_tls_local_exclude_set().remove(_VIEW_TRACKING)
     with (
