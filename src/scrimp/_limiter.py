@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch._ops import OpOverload
 
+from scrimp._below import passed_on
 from scrimp._budget import format_bytes
 from scrimp._live import users
 from scrimp._meter import Meter
@@ -101,7 +102,7 @@ class Limiter(Scope):
             level, requested = meter.level(), meter.requested()
             meter.keep_busy()
             start = meter.mark()
-            result = func(*args, **kwargs)
+            result = passed_on(func, args, kwargs)
             end = meter.mark()
             within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
             return result, Cost(start, end, max(within, 0))

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
+from scrimp._below import passed_on
 from scrimp._compiler import never_compiled
 from scrimp._geometry import (
     covers_storage,
@@ -276,7 +277,7 @@ class Recorder:
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that makes something."""
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
     def _note(
         self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
@@ -474,8 +475,10 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if kwargs is None:
             kwargs = _NOTHING
-        if replaying.active or self.recorder.paused or not isinstance(func, OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        if replaying.active or self.recorder.paused:
+            return passed_on(func, args, kwargs)
         own = [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__] if types else None
         if own:
             if all(issubclass(kind, FakeTensor) for kind in own):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
+from scrimp._below import with_lazy_views
 from scrimp._geometry import fresh, look, private_copy
 from scrimp._operators import Frozen
 from scrimp._record import replaying, tensors_in
@@ -194,7 +195,7 @@ def _keys_above_recording() -> torch._C.DispatchKeySet:
     with Look():  # type: ignore[no-untyped-call]
         torch.ones((), requires_grad=True).exp()
     # Without the snapshot, modes that are active around a replay, say to count memory, cannot be called (torch 2.11).
-    return seen[-1].remove(torch._C.DispatchKey.PythonTLSSnapshot)
+    return with_lazy_views(seen[-1]).remove(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp._ambient import Ambient
+from scrimp._below import passed_on
 from scrimp._draft import Draft
 from scrimp._limiter import Limiter
 from scrimp._meter import Before
@@ -134,7 +135,7 @@ class _Follower(Recorder):
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.limiter.make_room_for(func, args, kwargs)
-        result = self.limiter.retried(lambda: func(*args, **kwargs))
+        result = self.limiter.retried(lambda: passed_on(func, args, kwargs))
         if self.departed:
             for tensor in tensors_in(result):
                 self.limiter.meter.made(tensor.untyped_storage())
@@ -183,7 +184,7 @@ class _RetryMode(RecordMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self.inside and torch._C._current_graph_task_id() == -1:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        return self._limiter.retried(lambda: func(*args, **(kwargs or {})))
+        return self._limiter.retried(lambda: passed_on(func, args, kwargs or {}))
 
 
 @final

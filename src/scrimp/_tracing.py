@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
+from scrimp._below import passed_on
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, Before, look_before, meter_for
 from scrimp._record import replaying
@@ -44,8 +45,10 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.closed or not isinstance(func, OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        if self.closed:
+            return passed_on(func, args, kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented
@@ -63,7 +66,7 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return recorder.backward.run(func, args, kwargs)
         if recorder.draft.events and not self.inside:
             self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         return recorder.run(func, args, kwargs)
 
 
