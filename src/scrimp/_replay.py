@@ -18,7 +18,8 @@ from scrimp import _environment
 from scrimp._below import with_lazy_views
 from scrimp._geometry import fresh, look, private_copy
 from scrimp._operators import Frozen
-from scrimp._record import replaying, tensors_in
+from scrimp._record import tensors_in
+from scrimp._record_mode import replaying
 from scrimp._rng import drawn_again
 from scrimp._streams import used_here, wait_until
 from scrimp._value import Blank, Call, Ref, Value

@@ -16,7 +16,8 @@ from scrimp._budget import Budget
 from scrimp._compiler import never_compiled
 from scrimp._keeping import KeepingHooks
 from scrimp._limit import BudgetSession
-from scrimp._record import Recorder, RecordMode
+from scrimp._record import Recorder
+from scrimp._record_mode import RecordMode
 from scrimp._saved import Hooks
 from scrimp._scope import Control, Scope
 from scrimp._statistics import Statistics

@@ -20,7 +20,8 @@ from scrimp._limiter import Limiter
 from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._plan import Drop, Plan
-from scrimp._record import Recorder, RecordMode, tensors_in
+from scrimp._record import Recorder, tensors_in
+from scrimp._record_mode import RecordMode
 from scrimp._saved import Hooks
 from scrimp._trace import Trace, Unpack
 from scrimp._tracing import Tracing

@@ -22,7 +22,7 @@ from scrimp._ambient import Ambient
 from scrimp._below import passed_on
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, Before, look_before, meter_for
-from scrimp._record import replaying
+from scrimp._record_mode import replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
