@@ -36,7 +36,11 @@ class _Replaying(threading.local):
 replaying = _Replaying()
 
 
-class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OurMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that is on while steps run, and must leave no trace in their bits."""
+
+
+class RecordMode(OurMode):  # type: ignore[no-untyped-call]
     """Shows every operator to a recorder."""
 
     supports_higher_order_operators = True
@@ -76,21 +80,36 @@ class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.recorder.run(func, args, kwargs)
 
 
-def step_aside() -> None:
-    """Take recording out of the way of the backward node that is running, until its end.
+# Backward nodes that compute with another formula, which rounds otherwise, while any dispatch mode is on.
+_TWO_FORMULAS = {
+    "MaskedFillBackward",
+    "MaxBackward",
+    "MedianBackward",
+    "MinBackward",
+    "NanmedianBackward",
+    "ProdBackward",
+}
 
-    Some of PyTorch's formulas, such as that of ``prod``, are others while any dispatch mode is on, and round otherwise.
-    The engine puts the modes back for the next node. A node in Python, which can do anything, and a backward pass that
-    is itself recorded keep theirs.
+
+def step_aside() -> None:
+    """Take our modes out of the way of the backward node that is running, until its end, where they change its bits.
+
+    The engine puts them back for the next node. A mode that only records forward code always goes; one that is there
+    for backward goes where the formula would be another one. A node in Python, which can do anything, and a backward
+    pass that is itself recorded keep theirs.
     """
     if not torch._C._len_torch_dispatch_stack() or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return
     modes = _get_current_dispatch_mode_stack()
-    if any(type(mode) is RecordMode for mode in modes) and not isinstance(
-        torch._C._current_autograd_node(), BackwardCFunction
-    ):
+    node: object = torch._C._current_autograd_node()
+    if isinstance(node, BackwardCFunction):
+        return
+    to_go: list[TorchDispatchMode] = [mode for mode in modes if type(mode) is RecordMode]
+    if type(node).__name__.rstrip("0123456789") in _TWO_FORMULAS:
+        to_go = [mode for mode in modes if isinstance(mode, OurMode)]
+    if to_go:
         for _ in modes:
             _pop_mode()
         for mode in modes:
-            if type(mode) is not RecordMode:
+            if mode not in to_go:
                 _push_mode(mode)

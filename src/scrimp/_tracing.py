@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
 from scrimp._below import passed_on
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, Before, look_before, meter_for
-from scrimp._record_mode import replaying
+from scrimp._record_mode import OurMode, replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
@@ -30,7 +29,7 @@ from scrimp.errors import BudgetError, TraceError
 from scrimp.policy import EveryN
 
 
-class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepMode(OurMode):  # type: ignore[no-untyped-call]
     """Shows every operator of a step to its recorder."""
 
     def __init__(self, recorder: StepRecorder) -> None:

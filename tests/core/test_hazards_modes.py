@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
 from scrimp.policy import EveryN, KeepNone, Online
-from scrimp.testing import Step, assert_same_step
+from scrimp.testing import Step, assert_same_outcome, assert_same_step
 
 # Gradients of these have a formula for plain tensors and another one for all else, which a dispatch mode selects.
 TWO_FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,6 +47,24 @@ def make_step(function: Callable[[Tensor], Tensor]) -> Step:
 def test_backward_inside_uses_the_formula_of_plain_backward(name: str, policy: scrimp.policy.Policy) -> None:
     """The last bit, and the sign of zeros, are as without a session, also where backward runs in the block."""
     assert_same_step(lambda: make_step(TWO_FORMULAS[name]), lambda: scrimp.session(policy), backward_inside=True)
+
+
+def test_the_first_step_under_a_limit_uses_the_formula_of_plain_backward() -> None:
+    """It is recorded from end to end, with a mode of ours on in backward too."""
+    x = torch.randn(6, 8, dtype=torch.float64)
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) * 0.3 + 1
+            return y.prod() + y.masked_fill(y > 1, y.mean()).sum() - y.min()
+
+    def make(limited: bool) -> Step:
+        model = Model(8, 8, dtype=torch.float64)
+        if limited:
+            scrimp.limit(model, "1GiB")
+        return Step(lambda: model(x), state=model)
+
+    assert_same_outcome(lambda: make(limited=False), lambda: make(limited=True))
 
 
 def test_modes_of_others_see_all_of_backward() -> None:
