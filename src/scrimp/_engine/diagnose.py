@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from scrimp._engine.graph import Root, describe, node_of, record_graph
+from scrimp._engine.graph import Root, describe, node_of, record_graph, shape_text
 from scrimp.errors import BackwardError, GradientMismatchError, GraphFreedError
 
 Gradients = Sequence[Tensor | None]
@@ -29,7 +29,7 @@ def refuse_arguments(roots: Sequence[Root], gradients: Gradients) -> None:
     for index, (root, gradient) in enumerate(zip(roots, gradients, strict=False)):
         if not isinstance(gradient, Tensor):
             continue
-        dtype = root.dtype if isinstance(root, Tensor) else _metadata(root)[1]
+        dtype = root.dtype if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr].dtype
         if gradient.dtype != dtype and not _takes_any_dtype(root):
             raise GradientMismatchError(
                 f"gradient {index} needs dtype {dtype}, as {_name(root, index)} has, and has "
@@ -60,7 +60,7 @@ def _other_count(roots: Sequence[Root], gradients: Gradients) -> str:
 
 
 def _diagnose_pair(index: int, root: Root, gradient: Tensor | None) -> str | None:
-    if isinstance(root, Tensor) and root.is_nested:
+    if _is_nested(root):
         return None
     shape, dtype, device = _metadata(root)
     name = _name(root, index)
@@ -91,6 +91,12 @@ def _diagnose_pair(index: int, root: Root, gradient: Tensor | None) -> str | Non
             f"Next: move it with gradient.to({str(device)!r})."
         )
     return None
+
+
+def _is_nested(root: Root) -> bool:
+    if isinstance(root, Tensor):
+        return root.is_nested
+    return bool(root.node._input_metadata[root.output_nr].is_nested_tensor)
 
 
 def _metadata(root: Root) -> tuple[Any, Any, Any]:
@@ -167,8 +173,7 @@ def _diagnose_result(name: str | None, roots: Sequence[Root], running: Node | No
         )
     node = candidates[0]
     wanted = ", ".join(
-        "any" if following is None else str(tuple(following._input_metadata[slot].shape))
-        for following, slot in node.next_functions
+        "any" if following is None else shape_text(following, slot) for following, slot in node.next_functions
     )
     others = "of its name" if name else "that are custom Functions"
     which = "" if len(candidates) == 1 else f" (or one of {len(candidates) - 1} others {others})"

@@ -93,9 +93,21 @@ def forward_line(node: Node) -> str | None:
     return (outside or trace)[-1].strip() if trace else None
 
 
+def shape_at(node: Node, slot: int) -> tuple[int, ...] | None:
+    """The shape of the forward output ``slot`` that ``node`` differentiates; ``None`` for a nested tensor."""
+    metadata = node._input_metadata[slot]
+    return None if metadata.is_nested_tensor else tuple(metadata.shape)
+
+
+def shape_text(node: Node, slot: int) -> str:
+    """The same, for messages."""
+    shape = shape_at(node, slot)
+    return "nested" if shape is None else str(shape)
+
+
 def shapes_of(node: Node) -> str:
-    """The shapes of the forward outputs that ``node`` differentiates, for messages."""
-    return ", ".join(str(tuple(meta.shape)) for meta in node._input_metadata)
+    """The shapes of all forward outputs that ``node`` differentiates, for messages."""
+    return ", ".join(shape_text(node, slot) for slot in range(len(node._input_metadata)))
 
 
 def describe(node: Node) -> str:
