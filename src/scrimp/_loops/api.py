@@ -8,16 +8,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from scrimp._budget import Budget, parse_budget
 from scrimp._loops.keep import Keeper
 from scrimp._loops.node import Loop
 from scrimp._loops.progress import Progress, Report
+from scrimp._loops.seal import seal
 from scrimp._loops.stack import Stacks
 from scrimp._loops.step import Frame, Step, Tree, check_leaves
 from scrimp._loops.tape import Tape
-from scrimp.errors import BudgetError, LoopError
+from scrimp.errors import BudgetError, LoopError, StoreError
 from scrimp.store import Host, Store
 
 State = TypeVar("State")
@@ -72,12 +74,15 @@ def scan(
         >>> h, losses = scrimp.scan(step, h0, xs, slots=20)
         >>> losses.sum().backward()
     """
+    _refuse_transforms()
     leaves, spec = pytree.tree_flatten(state)
     check_leaves(leaves, "the state")
     slices, x_spec = pytree.tree_flatten(xs) if xs is not None else ([], None)
     length = _length(slices, length, until)
     if host is not None and not isinstance(host, Store):
         host = Host(parse_budget(host))
+    if disk is not None and not isinstance(disk, Store):
+        raise StoreError(f"disk= needs a store that says where: scrimp.store.Disk(path, {disk!r}); have {disk!r}")
     stores = tuple(store for store in (host, disk) if store is not None)
     keeper = _keeper(length, until, budget, slots, stores)
     function = Step(step, spec, x_spec)
@@ -85,10 +90,13 @@ def scan(
     if not torch.is_grad_enabled():
         final, steps = _plainly(function, leaves, slices, length, until, stacks, Report(progress, length))
         return function.tree(final), _outputs(function, stacks.finished(), steps)
-    tape = Tape(function, keeper, Report(progress, None if until is not None else length))
+    depends_on = [one for one in (*leaves, *slices) if isinstance(one, Tensor) and one.requires_grad]
+    tape = Tape(function, keeper, Report(progress, None if until is not None else length), depends_on)
     first = Frame.of(leaves)
     last = tape.forward(first, slices, length, until, stacks)
     outputs = stacks.finished()
+    wanted = [one[-1] for one, want in zip(outputs, stacks.wants, strict=True) if want]
+    tape.last = seal([*last.leaves, *wanted])
     final, outputs = _attached(tape, leaves, slices, last, outputs, stacks.wants)
     return function.tree(final), _outputs(function, outputs, tape.length)
 
@@ -118,6 +126,15 @@ def _attached(
         leaf if place is None else attached[place] for leaf, place in zip((*last.leaves, *outputs), places, strict=True)
     ]
     return done[: len(leaves)], done[len(leaves) :]
+
+
+def _refuse_transforms() -> None:
+    """Raise where tensors would be differentiated in a way that the loop's node in the graph does not know."""
+    if torch.is_grad_enabled() and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        raise LoopError(
+            "transforms of torch.func and forward-mode derivatives cannot go through scan(), which keeps no graph of "
+            "its steps. Use them within a step, or write the loop plainly; under torch.no_grad() scan() is a plain loop"
+        )
 
 
 def _plainly(

@@ -8,7 +8,7 @@ the tensor itself, and so comes first in its sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from scrimp._loops.graph import borders
 from scrimp._loops.outside import sequence_number
+from scrimp._loops.seal import agree, seal
 from scrimp._loops.schedule import Advance, Drop, Load, Reverse, Save, backward
 from scrimp._loops.step import Frame, Ran, slice_of
 from scrimp._loops.substitute import Substitute
@@ -50,6 +51,7 @@ class Reversal:
         self._shelf.first(replace(first, snapshot=shelf.take(0).snapshot))
         self._xs = xs
         self._by_output = by_output
+        self._keep = keep
         self._outer = list(tape.borders.values())
         self._substitute = Substitute(self._outer)
         self._targets = [self._substitute.of(tensor) for tensor in self._outer]
@@ -67,6 +69,10 @@ class Reversal:
         try:
             with tape.conditions.in_force() as self._aside:
                 self._follow()
+        except BaseException:
+            if not self._keep:
+                self._shelf.clear()  # as autograd does, which has freed the graph behind a node that fails
+            raise
         finally:
             tape.outside.put(now)
 
@@ -123,6 +129,8 @@ class Reversal:
                 f"step {step} of the loop did something else when it ran again for backward: other parts of its state "
                 "require grad. Steps must depend on nothing but their arguments and tensors"
             )
+        if step + 1 == self._tape.length:
+            self._check_last(ran)
         roots = self._seeds(arguments, step) + self._roots(ran, step)
         inputs = {id(leaf): leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor) and leaf.requires_grad}
         wanted = [*inputs.values(), *self._targets]
@@ -142,7 +150,10 @@ class Reversal:
 
     def _run(self, arguments: list[Any], x: list[Any]) -> Ran:
         self._tape.report.repeated += 1
-        with self._substitute if self._substitute else nullcontext():
+        with ExitStack() as stack:
+            for one in (*self._tape.around, self._substitute):
+                if one:
+                    stack.enter_context(one)
             if self._checked:
                 return self._tape.step.run(arguments, x)
             watch = self._tape.watch
@@ -152,16 +163,28 @@ class Reversal:
 
     def _check(self, ran: Ran, since: int) -> None:
         """Raise if the step depends on other tensors than it did the first time."""
-        self._checked = True
+        tape = self._tape
         arguments = {id(leaf) for leaf in (*ran.arguments, *ran.x)}
         known = {id(target) for target in self._targets}
-        for tensor in borders(ran.tensors(), arguments, self._tape.outside.sources, since):
-            if id(tensor) not in known:
+        was_watched, self._checked = not self._checked, True
+        for tensor in borders(ran.tensors(), arguments, None, tape.outside.sources, since, tape.watch.made):
+            if id(tensor) not in known and (was_watched or not tensor.is_leaf):
                 raise LoopError(
                     f"a step of the loop reads a tensor of shape {list(tensor.shape)} as it runs again for backward "
                     "that it did not read the first time, or takes it into a custom autograd.Function, where scan "
                     "cannot tell it apart from what is behind it. Make it a part of the state or of xs"
                 )
+
+    def _check_last(self, ran: Ran) -> None:
+        """Raise if the last step did not give what it gave in forward."""
+        outputs = [leaf for leaf in ran.output if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not self._tape.watch.varies and not agree(seal([*ran.state, *outputs]), self._tape.last):
+            raise LoopError(
+                "the last step of the loop gave something else when it ran again for backward, so it depends on what "
+                "scan() cannot set back: a generator of its own such as numpy.random.default_rng, a Python counter, a "
+                "module that was switched between train() and eval(), or memory that was written past PyTorch. Make "
+                "it a part of the state or of xs"
+            )
 
     def _seeds(self, arguments: Sequence[Any], step: int) -> list[tuple[Tensor, Tensor]]:
         """Return what the sums of this step's graph begin with."""

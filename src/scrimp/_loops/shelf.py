@@ -127,6 +127,10 @@ class Shelf:
         """Forget a state."""
         del self._frames[step]
 
+    def clear(self) -> None:
+        """Forget all states."""
+        self._frames.clear()
+
     def _parked(self, frame: Frame) -> Parked:
         for store in self._stores:
             found = parked(frame, store, self.stays)
