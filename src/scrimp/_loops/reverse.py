@@ -7,7 +7,7 @@ the tensor itself, and so comes first in its sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, final
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from scrimp._loops.graph import borders
+from scrimp._loops.graph import borders, loops_behind
 from scrimp._loops.outside import sequence_number
 from scrimp._loops.seal import agree, seal
 from scrimp._loops.schedule import Advance, Drop, Load, Reverse, Save, backward
@@ -61,9 +61,15 @@ class Reversal:
         self.by_outer: list[Gradient] = [None] * len(self._outer)
         self.by_xs: list[Gradient] = [None] * len(xs)
 
-    def run(self) -> None:
-        """Go all the way back; the gradients are in ``by_state``, ``by_outer`` and ``by_xs`` then."""
+    def run(self, sums: dict[int, Gradient] | None = None) -> None:
+        """Go all the way back; the gradients are in ``by_state``, ``by_outer`` and ``by_xs`` then.
+
+        ``sums`` are those that a loop around this one has, of tensors that only loops in its steps use: the summands of
+        this loop are added to them one by one, and not as one.
+        """
         tape = self._tape
+        if sums:
+            self.by_outer = [sums.get(id(tensor)) for tensor in self._outer]
         tape.outside.check_unchanged()
         now = tape.outside.snapshot()
         try:
@@ -75,6 +81,10 @@ class Reversal:
             raise
         finally:
             tape.outside.put(now)
+        if sums is not None:
+            for place, tensor in enumerate(self._outer):
+                if id(tensor) in sums:
+                    sums[id(tensor)], self.by_outer[place] = self.by_outer[place], None
 
     def _follow(self) -> None:
         tape, held = self._tape, self._tape.keeper.held
@@ -84,7 +94,7 @@ class Reversal:
         if self._shelf.near is not None:
             self._shelf.near = max(self._shelf.near - 1, 0)  # one is the current state
         saved = list(self._shelf)
-        slots = max(tape.keeper.slots or 1, len(saved))
+        slots = tape.keeper.slots_left(len(saved))
         for action in backward(tape.length, saved, slots, held):
             match action:
                 case Load(step):
@@ -131,7 +141,8 @@ class Reversal:
             )
         if step + 1 == self._tape.length:
             self._check_last(ran)
-        roots = self._seeds(arguments, step) + self._roots(ran, step)
+        handed = self._hand_on(ran)
+        roots = self._seeds(arguments, step, handed) + self._roots(ran, step)
         inputs = {id(leaf): leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor) and leaf.requires_grad}
         wanted = [*inputs.values(), *self._targets]
         gradients: Sequence[Gradient] = [None] * len(wanted)
@@ -144,7 +155,10 @@ class Reversal:
                 )
         found = dict(zip(inputs, gradients, strict=False))
         self.by_state = [found.get(id(leaf)) for leaf in arguments]
-        self.by_outer = list(gradients[len(inputs) :])
+        self.by_outer = [
+            handed.get(id(target), gradient)
+            for target, gradient in zip(self._targets, gradients[len(inputs) :], strict=True)
+        ]
         for place, leaf in enumerate(x):
             self._enter_x(place, step, found.get(id(leaf)))
 
@@ -167,7 +181,8 @@ class Reversal:
         arguments = {id(leaf) for leaf in (*ran.arguments, *ran.x)}
         known = {id(target) for target in self._targets}
         was_watched, self._checked = not self._checked, True
-        for tensor in borders(ran.tensors(), arguments, None, tape.outside.sources, since, tape.watch.made):
+        found, _ = borders(ran.tensors(), arguments, None, tape.outside.sources, since, tape.watch.made)
+        for tensor in found:
             if id(tensor) not in known and (was_watched or not tensor.is_leaf):
                 raise LoopError(
                     f"a step of the loop reads a tensor of shape {list(tensor.shape)} as it runs again for backward "
@@ -186,9 +201,27 @@ class Reversal:
                 "it a part of the state or of xs"
             )
 
-    def _seeds(self, arguments: Sequence[Any], step: int) -> list[tuple[Tensor, Tensor]]:
+    def _hand_on(self, ran: Ran) -> dict[int, Gradient]:
+        """Give the sums of tensors that only loops in this step use to those loops; they put back what they add up."""
+        if not self._tape.has_loops:
+            return {}
+        loops, of_loops = loops_behind(ran.tensors(), self._targets)
+        handed: dict[int, Gradient] = {
+            id(target): sum_ for target, sum_ in zip(self._targets, self.by_outer, strict=True) if id(target) in of_loops
+        }
+        for loop in loops:
+            loop.sums = handed
+        return handed
+
+    def _seeds(
+        self, arguments: Sequence[Any], step: int, handed: Mapping[int, Gradient]
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return what the sums of this step's graph begin with."""
-        seeds = [(to, sum_) for to, sum_ in zip(self._targets, self.by_outer, strict=True) if sum_ is not None]
+        seeds = [
+            (to, sum_)
+            for to, sum_ in zip(self._targets, self.by_outer, strict=True)
+            if sum_ is not None and id(to) not in handed
+        ]
         if step:
             for place, of_state in self._tape.patterns[step - 1].aliases:
                 gradient = self._by_output[place]

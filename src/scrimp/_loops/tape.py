@@ -73,6 +73,8 @@ class Tape:
     borders: dict[int, Tensor] = field(default_factory=dict)
     """Tensors from outside that gradients go to."""
     length: int = 0
+    has_loops: bool = False
+    """Some steps have loops in them."""
     last: Seal = ()
     """Of what the last step returned."""
     around: Sequence[Substitute] = field(default_factory=in_use)
@@ -118,8 +120,10 @@ class Tape:
         gate.over = True
         self.watch.end()
         arrived = {id(leaf) for leaf in given}
-        for tensor in borders(ran.tensors(), arrived, entry, self.outside.sources, since, self.watch.made):
+        found, has_loops = borders(ran.tensors(), arrived, entry, self.outside.sources, since, self.watch.made)
+        for tensor in found:
             self.borders.setdefault(id(tensor), tensor)
+        self.has_loops = self.has_loops or has_loops
         self.patterns.add(self.length, ran)
         stacks.add(self.length, ran.output)
         return Frame.of(ran.state)

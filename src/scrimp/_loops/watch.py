@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scrimp._compiler import never_compiled
 from scrimp._geometry import is_plain
 from scrimp._loops.outside import Outside, address_of, default_generators, sequence_number
 from scrimp._operators import Kind, Operator, operator
@@ -78,7 +79,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # wrapping the next method in what keeps the compiler out would cost more than the method itself
+        # Yes would have torch wrap the next method in what keeps the compiler out of it, which costs several microseconds
+        # an operator. `never_compiled` does what that is for.
+        return False
 
     def made(self, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor came from an operator of the step that was watched last."""
@@ -87,6 +90,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- operators --------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
