@@ -1,21 +1,21 @@
 """Keep, recompute and store, decided together.
 
-The link to a store moves so many bytes in the seconds before a moment, and so many back in those after it: what may be away at the
-moment, its **relief**. A plan of keeps and drops for the budget and the relief together is made as if there were no store; then
-what is over the budget is sent away (:mod:`._offload`), and the simulator says what that costs. This is done for several parts of
-the relief, and the fastest plan is taken. It is never worse than the plan without a store, which is one of them.
+The link to a store moves so many bytes in the seconds before a moment, and so many back in those after it: what may be
+away at the moment, its **relief**. A plan of keeps and drops for the budget and the relief together is made as if there
+were no store; then what is over the budget is sent away (:mod:`._offload`), and the simulator says what that costs.
+This is done for several parts of the relief, and the fastest plan is taken: never one that is slower than the plan
+without a store, which is among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .._plan import Decision
 from .._simulate import simulate_index
 from .._trace import Run, Trace, Value
 from ._bound import lower_bound
@@ -23,11 +23,13 @@ from ._cut import Cuts
 from ._offload import Offload
 from ._planner import Planner, Solution
 
-__all__ = ["JointPlanner", "relief"]
+__all__ = ["JointPlanner"]
 
-_SHARES = (0.95, 0.8, 0.6, 0.35, 1.1, 1.4)  # of the relief that the link gives without a wait
-_STEPS = 64  # a relief is rounded down to this many levels
-_BISECTIONS = 8
+_HIDDEN = (0.95, 0.8, 0.6, 0.35)  # of the relief that the link gives without a wait
+_WAITING = (1.1, 1.4, 2.0, 4.0, 16.0)  # of it, at the price of waits
+_STEPS = 64  # a relief is rounded to this many levels
+_LEAST, _MOST, _HALVINGS = 1 / 256, 64.0, 5  # of the plain step: between these, a bound is doubled, and halved after
+_SMALLEST_WITHIN = 20  # the smallest peak is searched to five percent
 
 
 @final
@@ -41,29 +43,31 @@ class JointPlanner:
 
     def __init__(self, planner: Planner, capacity: int) -> None:
         self.alone: Final = planner
+        self.facts: Final = planner.facts
+        self.plain: Final = planner.plain
         self._trace = planner.facts.trace
         self._capacity = capacity
+        self._cuts = Cuts(planner.facts)
 
     def bound(self, budget: int) -> float:
         """Seconds of the step below which no plan of keeps, drops and stores within the budget can come.
 
-        Count what such a plan has away at a moment as if it were kept: then a plan of keeps and drops within the budget and the
-        relief of that moment takes no longer. More added seconds give more relief; the least that are enough are found by halving.
+        Count what such a plan has away at a moment as if it were kept: then a plan of keeps and drops within the budget
+        and the relief of that moment takes no longer. More added seconds give more relief, so the least that are enough
+        for their own relief are found by doubling and halving.
         """
-        plain = self.alone.plain
-        cuts = Cuts(self.alone.facts)
+        plain = self.plain
 
-        def least(added: float) -> float:
-            relieved = replace(plain, levels=plain.levels - self._relief(added, self._capacity))
-            return lower_bound(cuts, relieved, budget).added_seconds
+        def is_too_few(added: float) -> bool:
+            relieved = replace(plain, levels=plain.levels - self._relief(added))
+            return lower_bound(self._cuts, relieved, budget).added_seconds > added
 
-        enough = min(lower_bound(cuts, plain, budget).added_seconds, plain.seconds * 64)
-        too_few = 0.0
-        if least(0.0) <= 0.0:
-            return plain.seconds
-        for _ in range(_BISECTIONS):
+        too_few, enough = 0.0, 0.0
+        while enough < _MOST * plain.seconds and is_too_few(enough):
+            too_few, enough = enough, max(2 * enough, _LEAST * plain.seconds)
+        for _ in range(_HALVINGS if too_few else 0):
             middle = (too_few + enough) / 2
-            if least(middle) > middle:
+            if is_too_few(middle):
                 too_few = middle
             else:
                 enough = middle
@@ -72,46 +76,59 @@ class JointPlanner:
     def solve(self, budget: int) -> Solution | None:
         """The fastest plan found within the budget, or ``None``."""
         best = self.alone.solve(budget)
-        if self.alone.plain.peak <= budget:
+        if self.plain.peak <= budget:
             return best
-        for found in self._joint(budget):
-            if best is None or found.seconds < best.seconds:
+        for shares in (_HIDDEN, _WAITING):
+            for found in self._joint(budget, shares):
+                if best is None or found.seconds < best.seconds:
+                    best = found
+        return best
+
+    def smallest(self) -> Solution:
+        """The plan with the smallest peak found."""
+        best = self.alone.smallest()
+        too_small = 0
+        while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
+            budget = (too_small + best.peak) // 2
+            found = next(self._joint(budget, (_HIDDEN[0], *_WAITING[2:])), None)
+            if found is None:
+                too_small = budget
+            else:
                 best = found
         return best
 
-    def _joint(self, budget: int) -> Iterator[Solution]:
-        excess = self.alone.plain.peak - budget
-        for share in _SHARES:
-            allowed = np.minimum((self._relief(0.0, self._capacity) * share).astype(np.int64), min(self._capacity, excess))
+    def _joint(self, budget: int, shares: Iterable[float]) -> Iterator[Solution]:
+        """Plans with stores, until a share gives a slower one than the share before."""
+        wanted = min(self._capacity, self.plain.peak - budget)
+        last: Solution | None = None
+        for share in shares:
+            allowed = np.minimum((self._relief(0.0) * share).astype(np.int64), wanted)
             found = self._with_relief(budget, allowed)
             if found is not None:
                 yield found
+                if last is not None and found.seconds >= last.seconds:
+                    return
+                last = found
 
     def _with_relief(self, budget: int, allowed: NDArray[np.int64]) -> Solution | None:
-        most = int(allowed.max())
-        planner = Planner(_shaped(self._trace, allowed))
-        base = planner.solve(budget + most)
+        """A plan for the budget and the relief, with as much stored as that takes."""
+        base = Planner(_shaped(self._trace, allowed)).solve(budget + int(allowed.max()))
         if base is None:
             return None
-        facts = self.alone.facts
-        decisions: Mapping[int, Decision] | None = Offload(facts, base.decisions, self._capacity).within(budget)
+        facts = self.facts
+        decisions = Offload(facts, base.decisions, self._capacity).within(budget)
         if decisions is None:
             return None
         timeline = simulate_index(facts, decisions)
-        assert timeline.peak <= budget
-        return Solution(decisions, timeline.peak, timeline.seconds)
+        return Solution(decisions, timeline.peak, timeline.seconds) if timeline.peak <= budget else None
 
-    def _relief(self, added: float, capacity: int) -> NDArray[np.int64]:
-        return relief(self.alone, added, capacity)
-
-
-def relief(planner: Planner, added: float, capacity: int) -> NDArray[np.int64]:
-    """Per moment, the bytes that can be away at most in a step that takes ``added`` seconds more than the plain one."""
-    facts, plain, trace = planner.facts, planner.plain, planner.facts.trace
-    stays = sum(facts.size[value] for value in facts.decided if not facts.unpacks[value])
-    out = trace.out_bandwidth * (plain.begins + added)
-    back = trace.in_bandwidth * (plain.seconds - plain.begins + added) + stays
-    return np.minimum(np.minimum(out, back), capacity).astype(np.int64)
+    def _relief(self, added: float) -> NDArray[np.int64]:
+        """Per moment, the bytes that can be away at most in a step with ``added`` seconds more than the plain one."""
+        facts, plain = self.facts, self.plain
+        stays = sum(facts.size[value] for value in facts.decided if not facts.unpacks[value])
+        out = self._trace.out_bandwidth * (plain.begins + added)
+        back = self._trace.in_bandwidth * (plain.seconds - plain.begins + added) + stays
+        return np.minimum(np.minimum(out, back), self._capacity).astype(np.int64)
 
 
 def _shaped(trace: Trace, allowed: NDArray[np.int64]) -> Trace:

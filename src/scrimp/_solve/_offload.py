@@ -1,9 +1,10 @@
 """Which kept values wait in a store, and when they go and come back: as many as it takes, hidden under the step.
 
-Where a value is changes the bytes of moments and the seconds of waits, but no replay: so, for fixed drops, levels are known without
-simulating, and a schedule is made in three passes. Values are **chosen** at an even pace over the forward pass, that the link
-is never idle and never late. Each is **timed**: it goes when its copy is done, and comes back as late as still hides, last first.
-Where bytes are over the budget nevertheless, it is **pressed**: freed sooner or fetched later, at the price of a wait.
+Where a value waits changes the bytes of moments and the seconds of waits, but no replay. So, for fixed drops, levels
+are known without simulating, and a schedule is made in three passes. Values are **chosen** at an even pace over the
+forward pass, so that the link is never idle and never late. They are **timed**: each goes when its copy is done, and
+comes back as late as still hides. Where bytes are over the budget nevertheless, they are **pressed**: freed sooner or
+fetched later, at the price of a wait.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class Offload:
         kept = [
             value
             for value in facts.decided
-            if facts.size[value] and not isinstance(self._decisions.get(value), Drop) and facts.natural_end[value] < self._ops
+            if facts.size[value]
+            and not isinstance(self._decisions.get(value), Drop)
+            and facts.natural_end[value] < self._ops
         ]
         probe: dict[int, Decision] = {value: Store(facts.saved_at[value], last) for value in kept}
         needs = {
@@ -223,9 +226,7 @@ class Offload:
     def _movable(self, trips: list[_Trip], moment: int) -> list[_Trip]:
         """The trips that could be away at a moment and are not, those first that wait least."""
         if moment < self._ops:
-            return [
-                trip for trip in trips if max(trip.what.saved_at, trip.what.held_until) < moment <= trip.free_at
-            ]
+            return [trip for trip in trips if max(trip.what.saved_at, trip.what.held_until) < moment <= trip.free_at]
         waiting = [trip for trip in trips if trip.fetch_at <= moment < trip.what.need]
         return sorted(waiting, key=lambda trip: -trip.what.need)
 
