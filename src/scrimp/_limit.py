@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from scrimp._budget import Budget, format_bytes, parse_budget
+from scrimp._elsewhere import Elsewhere
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
 from scrimp._report import Measured, Report, report_on
 from scrimp._scope import Control
-from scrimp._solve import plan as solve
 from scrimp._statistics import Statistics
 from scrimp._steps import Call, Known, KnownStep, Step, UnknownStep
 from scrimp._trace import Resident, Trace
 from scrimp._tracing import device_of
 from scrimp.errors import BudgetError, SessionError
 from scrimp.policy import KeepAll, Planned
+from scrimp.store import Disk, Host, StoreStatistics
 
 _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
@@ -82,7 +83,12 @@ class BudgetSession:
     """Keeps steps within a budget. See :func:`scrimp.limit` and :func:`scrimp.session`."""
 
     def __init__(
-        self, budget: Budget | None, activations: Budget | None, device: torch.device, module: nn.Module | None
+        self,
+        budget: Budget | None,
+        activations: Budget | None,
+        device: torch.device,
+        module: nn.Module | None,
+        elsewhere: Elsewhere,
     ) -> None:
         if (budget is None) == (activations is None):
             raise BudgetError('need either a budget for the device, such as "8GiB", or activations=; have both or none')
@@ -90,6 +96,7 @@ class BudgetSession:
         self._activations_only = budget is None
         self.device = device
         self._module = module
+        self._elsewhere = elsewhere
         self._control = Control(KeepAll(), verify=False)
         self._book = _Book()
         self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
@@ -123,6 +130,11 @@ class BudgetSession:
         self._settle()
         known = self._book.latest
         return None if known is None else self._current(known)[1]
+
+    @property
+    def stored(self) -> StoreStatistics | None:
+        """What its stores did so far and hold now."""
+        return None if self._elsewhere.store is None else self._elsewhere.store.statistics
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
@@ -167,16 +179,18 @@ class BudgetSession:
     def _begin(self, call: Call, inputs: list[Tensor]) -> Step:
         known = self._book.find(call)
         if known is None:
+            self._elsewhere.get_ready()
             before = look_before(self.device, self._modules, inputs)
-            limiter = Limiter(self._control, meter_for(self.device, before.nbytes), self._limit(before.nbytes))
+            meter = meter_for(self.device, before.nbytes)
+            limiter = Limiter(self._control, meter, self._limit(before.nbytes), self._elsewhere)
             return UnknownStep(limiter, before)
         resident = self._resident(known, inputs)
         trace, plan = self._planned(known, resident)
         nbytes = sum(part.nbytes for part in resident)
         meter = meter_for(self.device, nbytes)
-        policy = Planned(trace, plan)
+        policy = Planned(trace, plan, self._elsewhere.store)
         self._control.policy = policy
-        limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
+        limiter = Limiter(self._control, meter, self._limit(nbytes), self._elsewhere, awake=False)
         on_trial = self.device.type == "cuda" and self._book.carried_out.get(id(known), 0) < _TRIALS
         return KnownStep(limiter, known, policy, plan, on_trial)
 
@@ -229,12 +243,10 @@ class BudgetSession:
         slack = Resident("allowance for what may come", -(-now // grain) * grain - now)
         if not self._activations_only:
             try:
-                trace = replace(known.trace, resident=(*resident, slack))
-                return trace, solve(trace, limit)
+                return self._elsewhere.solve(replace(known.trace, resident=(*resident, slack)), limit)
             except BudgetError:
                 pass  # it is tight: try without an allowance
-        trace = replace(known.trace, resident=resident)
-        return trace, solve(trace, limit)
+        return self._elsewhere.solve(replace(known.trace, resident=resident), limit)
 
     def _settle(self) -> None:
         """If a step of this session is over, learn from it."""
@@ -299,7 +311,14 @@ def _settle_line() -> None:
             owner._learn(step)
 
 
-def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget | None = None) -> BudgetSession:
+def limit(
+    model: nn.Module,
+    budget: Budget | None = None,
+    *,
+    activations: Budget | None = None,
+    host: Host | Budget | None = None,
+    disk: Disk | Budget | None = None,
+) -> BudgetSession:
     """Hold every training step of a model under a budget, from the first one on. The training loop stays as it is.
 
     The first step with inputs of a new shape is recorded while it runs, and held under the budget by dropping values as
@@ -313,6 +332,8 @@ def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget
             included: ``"8GiB"``, ``"8 GB"``, an int, or a fraction of the device such as ``0.9``.
         activations: Instead of ``budget``: bytes for what the step makes, beyond what was there before and the
             parameters' gradients.
+        host: Bytes of host memory, or a store, for what takes longer to compute again than to copy; None: none.
+        disk: Bytes of files, or a store, for what host memory cannot hold.
 
     Raises:
         BudgetError: in a step that nothing can fit into the budget; it says what stands in the way.
@@ -330,7 +351,8 @@ def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget
         raise SessionError(f"need a module to limit, have {model!r}; for other code, use scrimp.session(budget)")
     if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
         raise SessionError("this model is limited already: call detach() of its session first")
-    session = BudgetSession(budget, activations, device_of(model, ()), model)
+    device = device_of(model, ())
+    session = BudgetSession(budget, activations, device, model, Elsewhere(host, disk, device))
     if session.device.type == "cuda":
         prefer_expandable_segments()
     forward, own = model.forward, "forward" in model.__dict__

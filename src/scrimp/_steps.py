@@ -18,7 +18,7 @@ from scrimp._draft import Draft
 from scrimp._limiter import Limiter
 from scrimp._meter import Before
 from scrimp._operators import Operator
-from scrimp._plan import Drop, Plan
+from scrimp._plan import Keep, Plan
 from scrimp._record import Recorder, RecordMode, tensors_in
 from scrimp._saved import Hooks
 from scrimp._trace import Trace, Unpack
@@ -209,7 +209,7 @@ class KnownStep(Step):
         self._hooks = _FollowingHooks(self._recorder, limiter)
         self._mode = _RetryMode(self._recorder)
         self._ambient = Ambient(self._mode) if on_trial else None
-        self._plain = not any(isinstance(decision, Drop) for decision in plan.decisions.values())
+        self._plain = all(isinstance(decision, Keep) for decision in plan.decisions.values())
         self._done = 0
 
     @property
