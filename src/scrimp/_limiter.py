@@ -48,16 +48,9 @@ class Limiter(Scope):
     """
 
     __slots__ = (
-        "_forecast",
-        "_in_use",
-        "_making_room",
-        "_promised",
-        "awake",
-        "budget",
-        "elsewhere",
-        "meter",
+        "_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "elsewhere", "meter", "outlook",
         "standing",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, control: Control, meter: Meter, budget: int | None, elsewhere: Elsewhere | None = None, awake: bool = True
@@ -73,6 +66,8 @@ class Limiter(Scope):
         self._promised = 0
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
+        self.outlook: Callable[[int], int | None] = _unknown
+        """Says what the whole step takes at least, given what it takes at one moment; None where nobody knows."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -164,7 +159,7 @@ class Limiter(Scope):
                     spared.append(value)
                 else:
                     before = self.meter.level()
-                    if not self._send(value) and (value.secured or secure(value)):
+                    if not self._send(value) and (value.copy is not None or value.secured or secure(value)):
                         value.let_go(evicted=value.copy is None)
                     freed += max(before - self.meter.level(), 0)
         self._unrated.extend(spared)
@@ -199,13 +194,24 @@ class Limiter(Scope):
     def _impossible(self, nbytes: int) -> BudgetError:
         level = self.meter.level()
         need = level + nbytes
+        there = lines_of(self.standing())
+        smallest = self.outlook(need)
+        if smallest is None:
+            advice = f"Give a larger budget ({need} bytes get past this operator)"
+        else:
+            advice = (
+                f"The smallest budget found to work is {format_bytes(smallest)} ({smallest} bytes). Give at least that"
+            )
         return BudgetError(
             f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
             f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
-            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n"
-            + lines_of(self.standing()),
-            smallest=need,
+            f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
+            smallest=smallest or need,
         )
+
+
+def _unknown(need: int) -> int | None:
+    return None
 
 
 def _would_be_free(value: Value) -> bool:

@@ -34,9 +34,9 @@ class Call:
     signature: object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A step that was recorded.
+    """A step that was recorded; it is itself only.
 
     Attributes:
         trace: what it did; its resident part is that of the recorded step.

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,22 @@ PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH) * 4
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary files of a test go to a folder of its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every limited model of the process counts towards a budget; a test leaves none behind."""
+    limit, sessions = scrimp.limit, []
+
+    def noted(*args: Any, **kwargs: Any) -> scrimp.BudgetSession:
+        sessions.append(limit(*args, **kwargs))
+        return sessions[-1]
+
+    gc.collect()
+    monkeypatch.setattr(scrimp, "limit", noted)
+    yield
+    for session in sessions:
+        session.detach()
 
 
 @pytest.fixture
