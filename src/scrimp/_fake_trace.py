@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ def follow(
             _record(recorder, module, lambda: loss_of(step(*args, **kwargs)))
     finally:
         recorder.close()
-    return Followed(recorder.draft.finished(meter, _resident(parts, machine)), clock.answered)
+    trace = recorder.draft.finished(meter, _resident(parts, machine))
+    return Followed(replace(trace, out_bandwidth=machine.link, in_bandwidth=machine.link), clock.answered)
 
 
 def _record(recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor]) -> None:

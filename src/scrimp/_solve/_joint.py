@@ -25,8 +25,9 @@ from ._planner import Planner, Solution
 
 __all__ = ["JointPlanner"]
 
-_HIDDEN = (0.95, 0.8, 0.6, 0.35)  # of the relief that the link gives without a wait
+_HIDDEN = (0.98, 0.95, 0.9, 0.8, 0.6, 0.35)  # of the relief that the link gives without a wait
 _WAITING = (1.1, 1.4, 2.0, 4.0, 16.0)  # of it, at the price of waits
+_PATIENCE = 2
 _STEPS = 64  # a relief is rounded to this many levels
 _LEAST, _MOST, _HALVINGS = 1 / 256, 64.0, 5  # of the plain step: between these, a bound is doubled, and halved after
 _SMALLEST_WITHIN = 20  # the smallest peak is searched to five percent
@@ -98,17 +99,18 @@ class JointPlanner:
         return best
 
     def _joint(self, budget: int, shares: Iterable[float]) -> Iterator[Solution]:
-        """Plans with stores, until a share gives a slower one than the share before."""
+        """Plans with stores, until several shares one after the other give none that is faster."""
         wanted = min(self._capacity, self.plain.peak - budget)
-        last: Solution | None = None
+        fastest, in_vain = np.inf, 0
         for share in shares:
             allowed = np.minimum((self._relief(0.0) * share).astype(np.int64), wanted)
             found = self._with_relief(budget, allowed)
             if found is not None:
                 yield found
-                if last is not None and found.seconds >= last.seconds:
+                in_vain = 0 if found.seconds < fastest else in_vain + 1
+                fastest = min(fastest, found.seconds)
+                if in_vain == _PATIENCE:
                     return
-                last = found
 
     def _with_relief(self, budget: int, allowed: NDArray[np.int64]) -> Solution | None:
         """A plan for the budget and the relief, with as much stored as that takes."""
