@@ -92,6 +92,9 @@ class Recorder(Turns):
         value = self._enter(tensor, None, 0)
         value.external = external
         if external:
+            base = tensor._base
+            if base is not None and base.is_leaf and base.requires_grad:
+                value.owner = weakref.ref(base)
             self.scope.place_input(value, tensor)
             self._root(value, tensor)
         return value

@@ -205,7 +205,8 @@ def _ready_to_run(target: Value, recorder: Recorder) -> Replay:
     while True:
         replay = Replay(target)
         away = [source for source in replay.sources if source.is_away]
-        lost = [source for source in away if fetched(source, recorder, for_replay=True) is None]
+        beside = frozenset(replay.sources)
+        lost = [source for source in away if fetched(source, recorder, True, beside) is None]
         if not lost:
             return replay
 

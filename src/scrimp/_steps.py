@@ -19,7 +19,7 @@ from scrimp._draft import Draft
 from scrimp._limiter import Limiter
 from scrimp._meter import Before
 from scrimp._operators import Operator
-from scrimp._plan import Drop, Plan
+from scrimp._plan import Keep, Plan
 from scrimp._record import Recorder, tensors_in
 from scrimp._record_mode import RecordMode
 from scrimp._saved import Hooks
@@ -36,9 +36,9 @@ class Call:
     signature: object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A step that was recorded.
+    """A step that was recorded; it is itself only.
 
     Attributes:
         trace: what it did; its resident part is that of the recorded step.
@@ -211,7 +211,7 @@ class KnownStep(Step):
         self._hooks = _FollowingHooks(self._recorder, limiter)
         self._mode = _RetryMode(self._recorder)
         self._ambient = Ambient(self._mode) if on_trial else None
-        self._plain = not any(isinstance(decision, Drop) for decision in plan.decisions.values())
+        self._plain = all(isinstance(decision, Keep) for decision in plan.decisions.values())
         self._done = 0
 
     @property

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from scrimp._engine.cost import Contest, Memory, predicted_seconds, promises_gain
-from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph
+from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph, shape_at
 from scrimp._engine.numbered import shape_of
 from scrimp._engine.observe import Gradients, Observer, Watch
 from scrimp._engine.order import imposed
@@ -139,7 +139,7 @@ def _glance(roots: Sequence[Root]) -> Hashable:
         for _ in range(_GLANCE):
             if node is None:
                 break
-            seen += [node.name(), *(tuple(meta.shape) for meta in node._input_metadata[:1])]
+            seen += [node.name(), shape_at(node, 0) if node._input_metadata else None]
             following = [after for after, _ in node.next_functions if after is not None]
             node = following[end] if following else None
     return tuple(seen)

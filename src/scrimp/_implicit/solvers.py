@@ -13,6 +13,7 @@ from .iterate import Stepper
 from .krylov import Apply
 from .linear import anderson_solve
 from .newton import NewtonStepper
+from .pace import DEEP, DEEP_WIDE, WIDE
 from .steppers import AndersonStepper, AutoStepper, BroydenStepper, PicardStepper
 
 
@@ -30,14 +31,16 @@ class Auto:
     Holds up to 2 · ``depth`` states, 4 · ``depth`` where Anderson's steps are stuck.
 
     Attributes:
-        depth: How many differences Anderson acceleration may remember on a slow problem.
+        depth: How many differences Anderson acceleration may remember on a slow problem. None for 24, or 15 where a
+            sample has so many unknowns that remembering more costs as much time as it saves.
     """
 
-    depth: int = 15
+    depth: int | None = None
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
-        return AutoStepper(equation, x0, self.depth)
+        depth = self.depth or (DEEP if x0.shape[1] < WIDE else DEEP_WIDE)
+        return AutoStepper(equation, x0, depth)
 
 
 @dataclass(frozen=True, slots=True)

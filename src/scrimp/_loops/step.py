@@ -97,22 +97,33 @@ class Step:
             raise LoopError(
                 f"step must return two things, the new state and an output (or None); it returned {_kind(returned)}"
             )
-        following, spec = pytree.tree_flatten(returned[0])
-        if spec != self.state_spec:
-            raise LoopError(
-                f"step must return a state that is built like the one it takes: need {self.state_spec}, have {spec}"
-            )
+        following = _leaves_of(returned[0], self.state_spec, "a state that is built like the one it takes")
         check_leaves(following, "the state")
-        output, output_spec = pytree.tree_flatten(returned[1])
         if self.output_spec is None:
-            self.output_spec = output_spec
-        elif output_spec != self.output_spec:
-            raise LoopError(
-                f"step must return outputs that are built alike: the first was {self.output_spec}, have {output_spec}"
-            )
-        if any(not (leaf is None or isinstance(leaf, Tensor)) for leaf in output):
-            raise LoopError("outputs of a step must be tensors or None, since they are stacked; use torch.as_tensor")
+            output, self.output_spec = pytree.tree_flatten(returned[1])
+        else:
+            output = _leaves_of(returned[1], self.output_spec, "outputs that are built alike")
+        for leaf in output:
+            if not (leaf is None or isinstance(leaf, Tensor)):
+                raise LoopError(
+                    "outputs of a step must be tensors or None, since they are stacked; use torch.as_tensor"
+                )
         return Ran(arguments, x, following, output)
+
+
+def _leaves_of(tree: Tree, spec: pytree.TreeSpec, what: str) -> Leaves:
+    """Return the leaves of a tree that must be built like another; dictionaries may have their keys in any order."""
+    if isinstance(tree, Tensor) and spec.is_leaf():
+        return [tree]
+    leaves, found = pytree.tree_flatten(tree)
+    if found != spec:
+        try:
+            leaves = spec.flatten_up_to(tree)
+        except ValueError:
+            leaves = [tree]
+        if not all(pytree.tree_is_leaf(leaf) for leaf in leaves):
+            raise LoopError(f"step must return {what}: need {spec}, have {found}")
+    return leaves
 
 
 def check_leaves(leaves: Sequence[Any], what: str) -> None:

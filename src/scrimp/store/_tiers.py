@@ -135,6 +135,10 @@ class _TieredCopy(Copy):
         with self.inner.store._turn:
             self.inner.approach()
 
+    def set_out(self) -> None:
+        with self.inner.store._turn:
+            self.inner.set_out()
+
     def forget(self) -> None:
         self.is_forgotten = True
         self.inner.discard()
