@@ -39,6 +39,12 @@ replaying = _Replaying()
 class OurMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that is on while steps run, and must leave no trace in their bits."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps `__torch_dispatch__` in what imports the compiler, seconds long, and costs a microsecond
+        # an operator. `never_compiled` does what that is for.
+        return False
+
 
 class RecordMode(OurMode):  # type: ignore[no-untyped-call]
     """Shows every operator to a recorder."""
@@ -54,12 +60,6 @@ class RecordMode(OurMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run as such: what its kernels make is kept."""
         return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps the method below in one that imports the compiler, seconds long, and costs a microsecond
-        # an operator. `never_compiled` does what that is for.
-        return False
 
     @never_compiled
     def __torch_dispatch__(

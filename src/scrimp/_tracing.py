@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
 from scrimp._below import passed_on
+from scrimp._compiler import never_compiled
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, Before, look_before, meter_for
 from scrimp._record_mode import OurMode, replaying
@@ -40,6 +41,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         self.closed = False
         """It has seen its step, or failed, and only waits for a chance to leave."""
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
