@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from scrimp._budget import Budget, parse_budget
 from scrimp._compiler import never_compiled
@@ -18,7 +17,7 @@ from scrimp._loops.node import Loop
 from scrimp._loops.patience import Patience
 from scrimp._loops.progress import Progress, Report
 from scrimp._loops.seal import seal
-from scrimp._loops.stack import Stacks
+from scrimp._loops.stack import Stacks, transformed
 from scrimp._loops.step import Frame, Step, check_leaves
 from scrimp._loops.tape import Tape
 from scrimp.errors import BudgetError, LoopError, StoreError
@@ -135,7 +134,7 @@ def _attached(
 
 def _refuse_transforms() -> None:
     """Raise where tensors would be differentiated in a way that the loop's node in the graph does not know."""
-    if torch.is_grad_enabled() and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+    if torch.is_grad_enabled() and transformed():
         raise LoopError(
             "transforms of torch.func and forward-mode derivatives cannot go through scan(), which keeps no graph of "
             "its steps. Use them within a step, or write the loop plainly; under torch.no_grad() scan() is a plain loop"
