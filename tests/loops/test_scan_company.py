@@ -166,6 +166,17 @@ def nested_with_history(scan: Scan) -> Step:
     return Step(forward, state=(raw, hooked))
 
 
+def nested_that_returns_what_it_uses(scan: Scan) -> Step:
+    """A parameter that only the inner loop uses, and that the step returns as it is: it gets both gradients."""
+    w, h = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def outer(s: Any, _: None) -> Any:
+        h, _ = scan(lambda h, _: ((h * w).sin(), None), s[0], length=2)
+        return (h, w), None
+
+    return Step(lambda: scan(outer, (h, torch.zeros(3)), length=3)[0], state=w)
+
+
 def checkpoint_in_the_step(scan: Scan) -> Step:
     """Torch's checkpoint within the step."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Tanh(), nn.Linear(3, 3))
@@ -271,7 +282,7 @@ def partial_gradients(scan: Scan) -> Step:
 
 CASES: list[Maker] = [
     named_and_reordered_state, growing_state, state_made_of_x, in_place_inside, functional_call_inside, hooks,
-    generators_made_and_seeded_inside, nested_with_noise, nested_with_history, checkpoint_in_the_step,
+    generators_made_and_seeded_inside, nested_that_returns_what_it_uses, nested_with_noise, nested_with_history, checkpoint_in_the_step,
     checkpoint_around, reentrant_checkpoint_around, saved_on_cpu, within_a_scrimp_checkpoint, fixed_point_in_the_step,
     transforms_in_the_step, derivative_by_an_alias, partial_gradients,
 ]  # fmt: skip
