@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from scrimp._plan import Plan
+from scrimp._report import Measured
 from scrimp._steps import Call, Known, Step
 from scrimp._trace import Trace
 
@@ -58,6 +59,8 @@ class Book:
         """How often what is there before it was looked up."""
         self.carried_out: dict[Known, int] = {}
         """In how many steps its plan was followed."""
+        self.measured: dict[Known, Measured] = {}
+        """What its planned steps took."""
         self.latest: Known | None = None
 
     def find(self, call: Call) -> Known | None:
@@ -74,5 +77,5 @@ class Book:
         """Take back what turned out to differ from time to time."""
         for key in [key for key, value in self.known.items() if value is known]:
             del self.known[key]
-        for notes in (self.schemes, self.unplannable, self.settled, self.carried_out):
+        for notes in (self.schemes, self.unplannable, self.settled, self.carried_out, self.measured):
             notes.pop(known, None)

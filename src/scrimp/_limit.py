@@ -59,7 +59,6 @@ class BudgetSession:
         self._book = Book()
         self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
         self._failures = self._retries = self._tried = 0
-        self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
 
@@ -91,10 +90,12 @@ class BudgetSession:
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
-        plan, trace = self.plan, self.trace
-        if plan is None or trace is None:
+        self._settle()
+        known = self._book.latest
+        if known is None:
             raise SessionError("there is nothing to report yet: run a step, forward and backward, first")
-        return report_on(trace, plan, self._measured)
+        scheme = self._current(known)
+        return report_on(scheme.trace, scheme.plan, self._book.measured.get(known, Measured()), scheme.limit)
 
     def _current(self, known: Known) -> Scheme:
         return self._book.schemes.get(known) or self._scheme(known, known.trace.resident)
@@ -247,7 +248,11 @@ class BudgetSession:
                 if step.departed:
                     self._book.forget(step.known)
                 elif step.ended is not None:
-                    self._measured.add(step.limiter.meter, step.began, step.ended)
+                    measured = self._book.measured.setdefault(step.known, Measured())
+                    if step.on_trial:
+                        measured.watched(step.limiter.meter.most())
+                    else:
+                        measured.add(step.limiter.meter, step.began, step.ended)
         if self.device.type == "cuda":
             self._count_failures(step)
 
