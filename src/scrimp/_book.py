@@ -10,6 +10,7 @@ from scrimp._plan import Plan
 from scrimp._report import Measured
 from scrimp._steps import Call, Known, Step
 from scrimp._trace import Trace
+from scrimp.errors import BudgetError
 
 if TYPE_CHECKING:
     from scrimp._limit import BudgetSession
@@ -52,9 +53,8 @@ class Book:
         self.known: dict[object, Known] = {}
         self.schemes: dict[Known, Scheme] = {}
         """The latest plan for each."""
-        self.unplannable: dict[Known, tuple[int, int | None]] = {}
-        """The room above what was there before for which no plan was found, and the smallest
-        budget for which there is one."""
+        self.unplannable: dict[Known, tuple[int, BudgetError]] = {}
+        """The room above what was there before for which no plan was found, and the error that said so."""
         self.settled: dict[Known, int] = {}
         """How often what is there before it was looked up."""
         self.carried_out: dict[Known, int] = {}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from scrimp._book import Book, Scheme, line
 from scrimp._budget import Budget, format_bytes, parse_budget
-from scrimp._limiter import Limiter
+from scrimp._limiter import Limiter, Outlook
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
 from scrimp._rehearsal import Rehearsal
@@ -79,14 +79,23 @@ class BudgetSession:
         """What the latest step that was recorded did; None before the first was finished."""
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known).trace
+        if known is None:
+            return None
+        scheme = self._book.schemes.get(known)
+        return known.trace if scheme is None else scheme.trace
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the latest step, made now if need be; None before the first step was finished."""
+        """The plan for the latest step, made now if need be.
+
+        None before the first step was finished, and where no plan was found: then every step runs like the first.
+        """
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known).plan
+        try:
+            return None if known is None else self._current(known).plan
+        except BudgetError:
+            return None
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
@@ -159,10 +168,11 @@ class BudgetSession:
         self._control.policy = KeepAll()
         limiter = Limiter(self._control, meter_for(self.device, before.nbytes), self._limit(before.nbytes))
 
-        def outlook(need: int) -> int | None:
+        def outlook(need: int) -> Outlook | None:
             if smallest is not None:
-                return max(smallest, need)
-            return None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+                return Outlook(max(smallest, need), "The smallest budget found to work is")
+            found = None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+            return None if found is None else Outlook(found, "Rehearsed without data, forward and backward fit into")
 
         if not self._activations_only:
             limiter.outlook = outlook
@@ -205,13 +215,13 @@ class BudgetSession:
                 return old
             if self._activations_only and old.limit - old.covers == limit - now:
                 return old
-        too_little, smallest = self._book.unplannable.get(known, (0, None))
-        if limit - now <= too_little:
-            raise BudgetError("no plan was found for this step", smallest)
+        refused = self._book.unplannable.get(known)
+        if refused is not None and limit - now <= refused[0]:
+            raise refused[1]
         try:
             found = self._book.schemes[known] = self._solved(known, resident, limit)
         except BudgetError as error:
-            self._book.unplannable[known] = limit - now, error.smallest
+            self._book.unplannable[known] = limit - now, error
             raise
         self._book.carried_out[known] = 0
         return found

@@ -238,8 +238,14 @@ def look_before(device: torch.device, modules: Iterable[nn.Module], inputs: Iter
 
 def _optimizer_state(parameters: set[int]) -> Iterator[Tensor]:
     """Yield the tensors of all optimizers that step one of these parameters."""
-    for candidate in gc.get_objects():
-        if isinstance(type(candidate), type) and issubclass(type(candidate), Optimizer):
-            for parameter, state in candidate.state.items():
-                if id(parameter) in parameters:
-                    yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    kinds = {id(kind) for kind in _kinds(Optimizer)}
+    for optimizer in [candidate for candidate in gc.get_objects() if id(type(candidate)) in kinds]:
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in parameters:
+                yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds(narrower)
