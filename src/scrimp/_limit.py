@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from scrimp._book import Book, Scheme, line
 from scrimp._budget import Budget, format_bytes, parse_budget
 from scrimp._elsewhere import Elsewhere
-from scrimp._limiter import Limiter
+from scrimp._limiter import Limiter, Outlook
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
 from scrimp._rehearsal import Rehearsal
@@ -66,7 +66,6 @@ class BudgetSession:
         self._book = Book()
         self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
         self._failures = self._retries = self._tried = 0
-        self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
 
@@ -87,14 +86,23 @@ class BudgetSession:
         """What the latest step that was recorded did; None before the first was finished."""
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known).trace
+        if known is None:
+            return None
+        scheme = self._book.schemes.get(known)
+        return known.trace if scheme is None else scheme.trace
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the latest step, made now if need be; None before the first step was finished."""
+        """The plan for the latest step, made now if need be.
+
+        None before the first step was finished, and where no plan was found: then every step runs like the first.
+        """
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known).plan
+        try:
+            return None if known is None else self._current(known).plan
+        except BudgetError:
+            return None
 
     @property
     def stored(self) -> StoreStatistics | None:
@@ -103,10 +111,12 @@ class BudgetSession:
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
-        plan, trace = self.plan, self.trace
-        if plan is None or trace is None:
+        self._settle()
+        known = self._book.latest
+        if known is None:
             raise SessionError("there is nothing to report yet: run a step, forward and backward, first")
-        return report_on(trace, plan, self._measured)
+        scheme = self._current(known)
+        return report_on(scheme.trace, scheme.plan, self._book.measured.get(known, Measured()), scheme.limit)
 
     def _current(self, known: Known) -> Scheme:
         return self._book.schemes.get(known) or self._scheme(known, known.trace.resident)
@@ -174,10 +184,11 @@ class BudgetSession:
         meter = meter_for(self.device, before.nbytes)
         limiter = Limiter(self._control, meter, self._limit(before.nbytes), self._elsewhere)
 
-        def outlook(need: int) -> int | None:
+        def outlook(need: int) -> Outlook | None:
             if smallest is not None:
-                return max(smallest, need)
-            return None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+                return Outlook(max(smallest, need), "The smallest budget found to work is")
+            found = None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+            return None if found is None else Outlook(found, "Rehearsed without data, forward and backward fit into")
 
         if not self._activations_only:
             limiter.outlook = outlook
@@ -220,13 +231,13 @@ class BudgetSession:
                 return old
             if self._activations_only and old.limit - old.covers == limit - now:
                 return old
-        too_little, smallest = self._book.unplannable.get(known, (0, None))
-        if limit - now <= too_little:
-            raise BudgetError("no plan was found for this step", smallest)
+        refused = self._book.unplannable.get(known)
+        if refused is not None and limit - now <= refused[0]:
+            raise refused[1]
         try:
             found = self._book.schemes[known] = self._solved(known, resident, limit)
         except BudgetError as error:
-            self._book.unplannable[known] = limit - now, error.smallest
+            self._book.unplannable[known] = limit - now, error
             raise
         self._book.carried_out[known] = 0
         return found
@@ -263,7 +274,11 @@ class BudgetSession:
                 if step.departed:
                     self._book.forget(step.known)
                 elif step.ended is not None:
-                    self._measured.add(step.limiter.meter, step.began, step.ended)
+                    measured = self._book.measured.setdefault(step.known, Measured())
+                    if step.on_trial:
+                        measured.watched(step.limiter.meter.most())
+                    else:
+                        measured.add(step.limiter.meter, step.began, step.ended)
         if self.device.type == "cuda":
             self._count_failures(step)
 

@@ -218,6 +218,10 @@ class StepHooks(Hooks):
         super().__init__(recorder, scope)
         self._step = recorder
 
+    def _packed(self, tensor: Tensor, by_function: bool) -> Any:
+        self._step.draft.packed.append(tensor.numel())
+        return super()._packed(tensor, by_function)
+
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
         super()._save(value, tensor, by_function)
         draft, number = self._step.draft, self._step.ids[value]
