@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
@@ -88,8 +89,8 @@ class UnknownStep(Step):
 
     @property
     def is_over(self) -> bool:
-        """Whether backward has come to its end, or nothing is left that it could be called for."""
-        return not self.draft.open_handles
+        """Whether backward has come to its end or failed, or nothing is left that it could be called for."""
+        return self._tracing.failed or not self.draft.open_handles
 
     @contextmanager
     def call(self, call: Call, module: nn.Module | None) -> Iterator[None]:
@@ -111,7 +112,7 @@ class UnknownStep(Step):
     def known(self) -> Known | None:
         """Return what was learnt, if it is a whole step of the kind that a plan can be made for."""
         draft = self.draft
-        if draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
+        if self._tracing.failed or draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
             return None
         return Known(self._tracing.finished(), tuple(self._calls), tuple(draft.spans), tuple(self._packed))
 
@@ -146,8 +147,12 @@ class _Follower(Recorder):
         return super()._compute(facts, args, kwargs)
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self.limiter.make_room_for(func, args, kwargs)
-        return self.limiter.retried(lambda: func(*args, **kwargs))
+        if self.limiter.awake:
+            self.limiter.make_room_for(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            return self.limiter.retried(lambda: func(*args, **kwargs))
 
     def standing(self) -> Iterator[Standing]:
         """Say what stands on the device now."""

@@ -39,6 +39,8 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Code that a plan can decide about is running."""
         self.closed = False
         """It has seen its step, or failed, and only waits for a chance to leave."""
+        self.failed = False
+        """The step did not fit into its budget."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,7 +54,7 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return self._watched(func, args, kwargs)
         except BudgetError:
-            self.closed = True
+            self.closed = self.failed = True
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -63,7 +65,7 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return recorder.backward.run(func, args, kwargs)
         if recorder.draft.events and not self.inside:
             self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if self.closed else recorder.backward.between(func, args, kwargs)
         return recorder.run(func, args, kwargs)
 
 
@@ -93,6 +95,11 @@ class Tracing:
         finally:
             self._mode.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step did not fit into its budget."""
+        return self._mode.failed or self._hooks.failed
 
     def finished(self) -> Trace:
         """Return the trace of what was recorded."""
