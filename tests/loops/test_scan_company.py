@@ -62,6 +62,18 @@ def state_made_of_x(scan: Scan) -> Step:
     return Step(lambda: scan(step, torch.ones(3), xs), state=(w, xs))
 
 
+def outputs_that_do_not_always_require_grad(scan: Scan) -> Step:
+    """Truncated backpropagation: some steps detach, the last among them."""
+    w, v = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+
+    def step(s: Any, _: None) -> Any:
+        h, n = s
+        h = (h * w).sin()
+        return ((h.detach() if n % 3 == 2 else h), n + 1), (h.sum() if n < 7 else h.detach().sum())
+
+    return Step(lambda: scan(step, (v.cos(), 0), length=9)[1], state=(w, v))
+
+
 def in_place_inside(scan: Scan) -> Step:
     """In-place operators on what the step made."""
     w = torch.randn(3, requires_grad=True)
@@ -270,7 +282,8 @@ def partial_gradients(scan: Scan) -> Step:
 
 
 CASES: list[Maker] = [
-    named_and_reordered_state, growing_state, state_made_of_x, in_place_inside, functional_call_inside, hooks,
+    named_and_reordered_state, growing_state, state_made_of_x,
+    outputs_that_do_not_always_require_grad, in_place_inside, functional_call_inside, hooks,
     generators_made_and_seeded_inside, nested_with_noise, nested_with_history, checkpoint_in_the_step,
     checkpoint_around, reentrant_checkpoint_around, saved_on_cpu, within_a_scrimp_checkpoint, fixed_point_in_the_step,
     transforms_in_the_step, derivative_by_an_alias, partial_gradients,

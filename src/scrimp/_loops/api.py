@@ -101,8 +101,9 @@ def scan(
     first = Frame.of(leaves)
     last = tape.forward(first, slices, length, until, stacks)
     outputs = stacks.finished()
-    wanted = [one[-1] for one, want in zip(outputs, stacks.wants, strict=True) if want and one is not None]
-    tape.last = seal([*last.leaves, *wanted])
+    tape.wanted = [place for place, want in enumerate(stacks.wants) if want]
+    rows = [stack[-1] for stack, want in zip(outputs, stacks.wants, strict=True) if want and stack is not None]
+    tape.last = seal([*last.leaves, *rows])
     final, outputs = _attached(tape, leaves, slices, last, outputs, stacks.wants)
     return function.tree(final), _outputs(function, outputs, tape.length)
 
