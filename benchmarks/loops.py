@@ -5,7 +5,7 @@ Run: python benchmarks/loops.py [--steps 512] [--repeats 3] [--device cuda] [--l
 All variants are interleaved in one run; times are medians. Memory is the peak of live bytes over forward and backward,
 parameters and xs left out. With JAX and equinox installed (pip install jax equinox), JAX's scan, plain and with blocks
 of steps checkpointed, and equinox's checkpointed while loop run beside them; their memory is what XLA says that the
-compiled step needs for temporaries. --long runs a small RNN for that many steps and tells the time of each.
+compiled step needs for temporaries. --long runs a small RNN for that many steps and tells the CPU time of each.
 """
 
 import argparse
@@ -191,18 +191,18 @@ def long_loop(steps: int) -> None:
 
     def run(length: int, loop: Callable[[int], Tensor]) -> tuple[float, float, int]:
         w.grad = None
-        begin = time.perf_counter()
+        begin = time.process_time()
         last = loop(length)
-        between = time.perf_counter()
+        between = time.process_time()
         last.sum().backward()
-        done = time.perf_counter() - between
+        done = time.process_time() - between
         del last
         with live_bytes() as counted:
             loop(length).sum().backward()
         return (between - begin) / length * 1e6, done / length * 1e6, counted.peak
 
     slots = 450  # with which 2 ⋅ 10³ to 10⁵ steps are advanced over twice at most, the first time included
-    table = Table("small RNN, 32 units", "steps", "forward, µs a step", "backward, µs a step", "peak, kB")
+    table = Table("small RNN, 32 units", "steps", "forward, CPU µs a step", "backward, CPU µs a step", "peak, kB")
     for name, length, loop in (
         ("plain", steps // 50, unrolled),
         *((f"scan, slots={slots}", steps // share, lambda n: scrimp.scan(step, start, length=n, slots=slots)[0])
