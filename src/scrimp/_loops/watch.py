@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scrimp._below import passed_on
 from scrimp._compiler import never_compiled
 from scrimp._geometry import is_plain
 from scrimp._loops.outside import Outside, address_of, default_generators, sequence_number
@@ -117,7 +118,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._draw(func, args, kwargs)
         if facts.writes or facts.kind is Kind.RESTORAGE:
             self._before_write(facts, args, kwargs)
-        result = func(*args, **kwargs)
+        result = passed_on(func, args, kwargs)
         if facts.varies and not all(facts.repeats_on(tensor.device) for tensor in tensors_in(result)):
             self.varies = True
         if isinstance(result, Tensor):
