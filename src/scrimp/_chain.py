@@ -363,8 +363,7 @@ class ManualChain:
         """Let go of as many inputs as it takes, the least worthy first. False: that is the one for which it is made."""
         refused: set[Record] = set()
         while not self._has_room(coming.nbytes if coming else 0):
-            assert self._budget is not None
-            over = self._ledger.kept.bytes + (coming.nbytes if coming else 0) - self._budget
+            over = self._ledger.kept.bytes + (coming.nbytes if coming else 0) - (self._budget or 0)
             able = [one for one in self._kept() if one not in refused]
             going = chosen(able, coming, over, self._worth, self._store is not None)
             if coming in going:

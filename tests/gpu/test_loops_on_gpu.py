@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import scrimp
+from scrimp.errors import LoopError
 from scrimp.testing import Step, assert_same_outcome
 
 
@@ -76,3 +77,24 @@ def test_a_stream_of_ones_own() -> None:
         return Step(forward, state=w)
 
     assert_same_outcome(lambda: make(plain), lambda: make(scrimp.scan))
+
+
+def test_a_module_switched_before_backward() -> None:
+    """Sums and norms of the last step's results give away that it did something else."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda()
+    h, _ = scrimp.scan(lambda h, _: (model(h).sin(), None), torch.ones(8, 64, device="cuda"), length=6, slots=2)
+    model.eval()
+    with pytest.raises(LoopError, match="something else"):
+        h.sum().backward()
+
+
+def test_results_that_kernels_add_up_in_any_order_pass() -> None:
+    """Scattered additions differ in their last bits from run to run, which is no error."""
+    w, places = torch.ones(4096, device="cuda", requires_grad=True), torch.randint(16, (4096,), device="cuda")
+
+    def step(h: Tensor, _: None) -> Any:
+        return torch.zeros(16, device="cuda").index_add(0, places, h[places] * w).tanh(), None
+
+    h, _ = scrimp.scan(step, torch.rand(16, device="cuda"), length=6, slots=2)
+    h.sum().backward()
+    assert w.grad is not None

@@ -62,6 +62,18 @@ def state_made_of_x(scan: Scan) -> Step:
     return Step(lambda: scan(step, torch.ones(3), xs), state=(w, xs))
 
 
+def outputs_that_do_not_always_require_grad(scan: Scan) -> Step:
+    """Truncated backpropagation: some steps detach, the last among them."""
+    w, v = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+
+    def step(s: Any, _: None) -> Any:
+        h, n = s
+        h = (h * w).sin()
+        return ((h.detach() if n % 3 == 2 else h), n + 1), (h.sum() if n < 7 else h.detach().sum())
+
+    return Step(lambda: scan(step, (v.cos(), 0), length=9)[1], state=(w, v))
+
+
 def in_place_inside(scan: Scan) -> Step:
     """In-place operators on what the step made."""
     w = torch.randn(3, requires_grad=True)
@@ -164,17 +176,6 @@ def nested_with_history(scan: Scan) -> Step:
         return scan(outer, torch.ones(3), length=4)
 
     return Step(forward, state=(raw, hooked))
-
-
-def nested_that_returns_what_it_uses(scan: Scan) -> Step:
-    """A parameter that only the inner loop uses, and that the step returns as it is: it gets both gradients."""
-    w, h = torch.randn(3, requires_grad=True), torch.randn(3)
-
-    def outer(s: Any, _: None) -> Any:
-        h, _ = scan(lambda h, _: ((h * w).sin(), None), s[0], length=2)
-        return (h, w), None
-
-    return Step(lambda: scan(outer, (h, torch.zeros(3)), length=3)[0], state=w)
 
 
 def checkpoint_in_the_step(scan: Scan) -> Step:
@@ -281,9 +282,9 @@ def partial_gradients(scan: Scan) -> Step:
 
 
 CASES: list[Maker] = [
-    named_and_reordered_state, growing_state, state_made_of_x, in_place_inside, functional_call_inside, hooks,
-    generators_made_and_seeded_inside, nested_that_returns_what_it_uses, nested_with_noise, nested_with_history,
-    checkpoint_in_the_step,
+    named_and_reordered_state, growing_state, state_made_of_x,
+    outputs_that_do_not_always_require_grad, in_place_inside, functional_call_inside, hooks,
+    generators_made_and_seeded_inside, nested_with_noise, nested_with_history, checkpoint_in_the_step,
     checkpoint_around, reentrant_checkpoint_around, saved_on_cpu, within_a_scrimp_checkpoint, fixed_point_in_the_step,
     transforms_in_the_step, derivative_by_an_alias, partial_gradients,
 ]  # fmt: skip
@@ -317,6 +318,24 @@ def test_nested_sums_are_exact_for_many_numbers(plain: Scan) -> None:
 
     for seed in range(12):
         assert torch.equal(run(plain, seed), run(lambda *a, **k: scrimp.scan(*a, **k, slots=2), seed))
+
+
+def test_a_parameter_of_an_inner_loop_that_the_step_returns(plain: Scan) -> None:
+    """It gets both gradients, though the order of their sum is another one."""
+
+    def gradient(scan: Scan) -> Tensor:
+        w = torch.linspace(0.5, 1, 3, dtype=torch.double, requires_grad=True)
+
+        def outer(s: Any, _: None) -> Any:
+            h, _ = scan(lambda h, _: ((h * w).sin(), None), s[0], length=2)
+            return (h, w), None
+
+        (h, last), _ = scan(outer, (torch.ones(3, dtype=torch.double), torch.zeros(3)), length=3)
+        (h.sum() + last.sum()).backward()
+        assert w.grad is not None
+        return w.grad
+
+    torch.testing.assert_close(gradient(lambda *a, **k: scrimp.scan(*a, **k, slots=2)), gradient(plain))
 
 
 def test_a_compiled_module_runs_eagerly_in_the_loop() -> None:

@@ -53,9 +53,10 @@ def scan(
         state: What the loop begins with.
         xs: A pytree of tensors, of which step ``i`` gets the ``i``-th slices along the first dimension.
         length: How many steps to run, at most; by default as many as ``xs`` has slices.
-        until: Asked before each step: the loop ends when it is true of the state.
+        until: Asked before each step: the loop ends when it is true of the state. It says nothing of how many steps
+            there will be, so give one of the limits below, or ``length`` as the most.
         budget: Bytes that kept states may have together, such as ``"64MiB"``; the state that the loop begins with is
-            the caller's, and counts nothing.
+            the caller's, and counts nothing. Where states grow, fewer are kept.
         slots: How many states may be kept at a time, the first included, in place of a budget in bytes. With neither,
             so many that each step runs three times in all, at most: about the square root of twice the length.
         host: Where further states wait: a :class:`scrimp.store.Host`, or how many bytes of host memory to take.
@@ -63,8 +64,9 @@ def scan(
         progress: Called after each step, forward and backward. It must not draw random numbers.
 
     Raises:
-        LoopError: A step does what cannot be repeated.
+        LoopError: A step does what cannot be repeated, or the loop is inside a transform of ``torch.func``.
         BudgetError: The budget has no room for a single state, or is missing where the length is not known.
+        StoreError: ``disk`` is no store.
 
     Example:
         >>> import torch, scrimp
@@ -99,8 +101,9 @@ def scan(
     first = Frame.of(leaves)
     last = tape.forward(first, slices, length, until, stacks)
     outputs = stacks.finished()
-    wanted = [one[-1] for one, want in zip(outputs, stacks.wants, strict=True) if want and one is not None]
-    tape.last = seal([*last.leaves, *wanted])
+    tape.wanted = [place for place, want in enumerate(stacks.wants) if want]
+    rows = [stack[-1] for stack, want in zip(outputs, stacks.wants, strict=True) if want and stack is not None]
+    tape.last = seal([*last.leaves, *rows])
     final, outputs = _attached(tape, leaves, slices, last, outputs, stacks.wants)
     return function.tree(final), _outputs(function, outputs, tape.length)
 

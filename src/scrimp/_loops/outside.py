@@ -65,8 +65,7 @@ class Outside:
     written: dict[int, Written] = field(default_factory=dict)
     """By storage."""
     generators: dict[int, tuple[torch.Generator, bytes]] = field(default_factory=dict)
-    """By address, since an operator is given another Python object for one each time. With the state before the loop.
-    """
+    """By address: operators are given other Python objects than the caller has. With the state before the loop."""
     carried: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Tensors that one step made, and a later one read though they were not in its state."""
     fleeting: bool = False

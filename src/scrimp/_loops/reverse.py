@@ -195,7 +195,7 @@ class Reversal:
 
     def _check_last(self, ran: Ran) -> None:
         """Raise if the last step did not give what it gave in forward."""
-        outputs = [leaf for leaf in ran.output if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [ran.output[place] for place in self._tape.wanted]
         if not self._tape.watch.varies and not agree(seal([*ran.state, *outputs]), self._tape.last):
             raise LoopError(
                 "the last step of the loop gave something else when it ran again for backward, so it depends on what "

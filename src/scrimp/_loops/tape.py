@@ -79,7 +79,9 @@ class Tape:
     has_loops: bool = False
     """Some steps have loops in them."""
     last: Seal = ()
-    """Of what the last step returned."""
+    """Of what the last step returned: the state, and those outputs that required grad in some step."""
+    wanted: Sequence[int] = ()
+    """Which outputs those are."""
     around: Sequence[Substitute] = field(default_factory=in_use)
     """Of loops around this one, in whose steps it runs."""
     _behind: tuple[int, Tensor] | None = None
