@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from scrimp._plan import Plan
+from scrimp._report import Measured
 from scrimp._steps import Call, Known, Step
 from scrimp._trace import Trace
+from scrimp.errors import BudgetError
 
 if TYPE_CHECKING:
     from scrimp._limit import BudgetSession
@@ -51,13 +53,14 @@ class Book:
         self.known: dict[object, Known] = {}
         self.schemes: dict[Known, Scheme] = {}
         """The latest plan for each."""
-        self.unplannable: dict[Known, tuple[int, int | None]] = {}
-        """The room above what was there before for which no plan was found, and the smallest
-        budget for which there is one."""
+        self.unplannable: dict[Known, tuple[int, BudgetError]] = {}
+        """The room above what was there before for which no plan was found, and the error that said so."""
         self.settled: dict[Known, int] = {}
         """How often what is there before it was looked up."""
         self.carried_out: dict[Known, int] = {}
         """In how many steps its plan was followed."""
+        self.measured: dict[Known, Measured] = {}
+        """What its planned steps took."""
         self.latest: Known | None = None
 
     def find(self, call: Call) -> Known | None:
@@ -74,5 +77,5 @@ class Book:
         """Take back what turned out to differ from time to time."""
         for key in [key for key, value in self.known.items() if value is known]:
             del self.known[key]
-        for notes in (self.schemes, self.unplannable, self.settled, self.carried_out):
+        for notes in (self.schemes, self.unplannable, self.settled, self.carried_out, self.measured):
             notes.pop(known, None)

@@ -12,6 +12,7 @@ import torch
 from scrimp._budget import Budget, parse_budget
 from scrimp._plan import Plan
 from scrimp._solve import plan as solve
+from scrimp._solve._planner import CLOSE
 from scrimp._trace import Trace
 from scrimp.errors import BudgetError, SessionError
 from scrimp.store import Disk, Host, Store, Tiers
@@ -86,6 +87,8 @@ class Elsewhere:
         found: list[tuple[Trace, Plan]] = []
         failed: BudgetError | None = None
         for speed, near, far in ways:
+            if found and found[0][1].seconds <= found[0][1].plain_seconds * (1 + CLOSE):
+                break
             linked = replace(trace, out_bandwidth=speed.out, in_bandwidth=speed.back)
             try:
                 if speed.out and speed.back:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from scrimp._limiter import Limiter
@@ -95,6 +96,7 @@ def follow(
     kwargs: Mapping[str, Any],
     budget: int | None,
     loss_of: Callable[[Any], Tensor] = lambda loss: loss,
+    kernels: type[TorchFunctionMode] = FusedKernels,
 ) -> Followed:
     """Follow a step without running it.
 
@@ -105,6 +107,7 @@ def follow(
         kwargs: passed on to it, as descriptions.
         budget: bytes for what the step makes, beyond what is there before; None for no limit.
         loss_of: makes a loss of what ``fn`` returns.
+        kernels: says which kernels the machine has.
     """
     args, kwargs = tree_map(described, (tuple(args), dict(kwargs)))
     step, parameters, buffers = _described_step(fn)
@@ -116,18 +119,20 @@ def follow(
     try:
         with clock:
             module = fn if isinstance(fn, nn.Module) else None
-            _record(recorder, module, lambda: loss_of(step(*args, **kwargs)))
+            _record(recorder, module, lambda: loss_of(step(*args, **kwargs)), kernels())
     finally:
         recorder.close()
     trace = recorder.draft.finished(meter, _resident(parts, machine))
     return Followed(replace(trace, out_bandwidth=machine.link, in_bandwidth=machine.link), clock.answered)
 
 
-def _record(recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor]) -> None:
+def _record(
+    recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor], kernels: TorchFunctionMode
+) -> None:
     hooks, mode = StepHooks(recorder, recorder.limiter), StepMode(recorder)
     with mode:
         mode.inside = True
-        with saved_tensors_hooks(hooks.pack, hooks.unpack), FusedKernels(), META, module_paths(module, recorder):
+        with saved_tensors_hooks(hooks.pack, hooks.unpack), kernels, META, module_paths(module, recorder):
             loss = step()
         mode.inside = False
         recorder.draft.spans.append((0, len(recorder.draft.ops)))

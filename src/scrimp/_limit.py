@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from scrimp._book import Book, Scheme, line
-from scrimp._budget import Budget, format_bytes, parse_budget
+from scrimp._budget import Budget, parse_budget
 from scrimp._elsewhere import Elsewhere
-from scrimp._limiter import Limiter
+from scrimp._limited import LimitedForward
+from scrimp._limiter import Limiter, Outlook
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
 from scrimp._rehearsal import Rehearsal
@@ -60,13 +59,12 @@ class BudgetSession:
         self._stated = parse_budget(budget if budget is not None else activations or 0, capacity_of(device))
         self._activations_only = budget is None
         self.device = device
-        self._module = module
+        self._module_ref = None if module is None else weakref.ref(module)
         self._elsewhere = elsewhere
         self._control = Control(KeepAll(), verify=False)
         self._book = Book()
         self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
         self._failures = self._retries = self._tried = 0
-        self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
 
@@ -87,14 +85,23 @@ class BudgetSession:
         """What the latest step that was recorded did; None before the first was finished."""
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known).trace
+        if known is None:
+            return None
+        scheme = self._book.schemes.get(known)
+        return known.trace if scheme is None else scheme.trace
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the latest step, made now if need be; None before the first step was finished."""
+        """The plan for the latest step, made now if need be.
+
+        None before the first step was finished, and where no plan was found: then every step runs like the first.
+        """
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known).plan
+        try:
+            return None if known is None else self._current(known).plan
+        except BudgetError:
+            return None
 
     @property
     def stored(self) -> StoreStatistics | None:
@@ -103,10 +110,12 @@ class BudgetSession:
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
-        plan, trace = self.plan, self.trace
-        if plan is None or trace is None:
+        self._settle()
+        known = self._book.latest
+        if known is None:
             raise SessionError("there is nothing to report yet: run a step, forward and backward, first")
-        return report_on(trace, plan, self._measured)
+        scheme = self._current(known)
+        return report_on(scheme.trace, scheme.plan, self._book.measured.get(known, Measured()), scheme.limit)
 
     def _current(self, known: Known) -> Scheme:
         return self._book.schemes.get(known) or self._scheme(known, known.trace.resident)
@@ -174,10 +183,11 @@ class BudgetSession:
         meter = meter_for(self.device, before.nbytes)
         limiter = Limiter(self._control, meter, self._limit(before.nbytes), self._elsewhere)
 
-        def outlook(need: int) -> int | None:
+        def outlook(need: int) -> Outlook | None:
             if smallest is not None:
-                return max(smallest, need)
-            return None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+                return Outlook(max(smallest, need), "The smallest budget found to work is")
+            found = None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+            return None if found is None else Outlook(found, "Rehearsed without data, forward and backward fit into")
 
         if not self._activations_only:
             limiter.outlook = outlook
@@ -198,15 +208,21 @@ class BudgetSession:
         return (*look_before(self.device, self._modules, inputs).parts, *captured)
 
     @property
+    def _module(self) -> nn.Module | None:
+        return None if self._module_ref is None else self._module_ref()
+
+    @property
     def _modules(self) -> list[nn.Module]:
-        others = [module for module in _limited if module is not self._module]
-        return others if self._module is None else [self._module, *others]
+        own = self._module
+        others = [module for module in _limited if module is not own]
+        return others if own is None else [own, *others]
 
     def _limit(self, before: int) -> int:
         """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""
         if not self._activations_only:
             return int(self._stated * (1 - self._margin))
-        parameters = () if self._module is None else self._module.parameters()
+        module = self._module
+        parameters = () if module is None else module.parameters()
         coming = sum(p.untyped_storage().nbytes() for p in parameters if p.requires_grad and p.grad is None)
         return before + self._stated + coming
 
@@ -220,13 +236,13 @@ class BudgetSession:
                 return old
             if self._activations_only and old.limit - old.covers == limit - now:
                 return old
-        too_little, smallest = self._book.unplannable.get(known, (0, None))
-        if limit - now <= too_little:
-            raise BudgetError("no plan was found for this step", smallest)
+        refused = self._book.unplannable.get(known)
+        if refused is not None and limit - now <= refused[0]:
+            raise refused[1]
         try:
             found = self._book.schemes[known] = self._solved(known, resident, limit)
         except BudgetError as error:
-            self._book.unplannable[known] = limit - now, error.smallest
+            self._book.unplannable[known] = limit - now, error
             raise
         self._book.carried_out[known] = 0
         return found
@@ -263,7 +279,11 @@ class BudgetSession:
                 if step.departed:
                     self._book.forget(step.known)
                 elif step.ended is not None:
-                    self._measured.add(step.limiter.meter, step.began, step.ended)
+                    measured = self._book.measured.setdefault(step.known, Measured())
+                    if step.on_trial:
+                        measured.watched(step.limiter.meter.most())
+                    else:
+                        measured.add(step.limiter.meter, step.began, step.ended)
         if self.device.type == "cuda":
             self._count_failures(step)
 
@@ -346,54 +366,29 @@ def limit(
     """
     if not isinstance(model, nn.Module):
         raise SessionError(f"need a module to limit, have {model!r}; for other code, use scrimp.session(budget)")
-    if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
+    if isinstance(model.__dict__.get("forward"), LimitedForward):
         raise SessionError("this model is limited already: call detach() of its session first")
     device = device_of(model, ())
     session = BudgetSession(budget, activations, device, model, Elsewhere(host, disk, device))
     if session.device.type == "cuda":
         prefer_expandable_segments()
-    forward, own = model.forward, "forward" in model.__dict__
 
-    @functools.wraps(forward)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or line.depth or torch._C._current_graph_task_id() != -1:
-            return forward(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        signature = (str(structure), tuple(_look(leaf) for leaf in leaves), _state(model, session.device))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        with session._call(signature, inputs, model, lambda: Rehearsal(model, args, kwargs)):
-            return forward(*args, **kwargs)
+    def call(
+        leaves: list[object], signature: object, module: nn.Module, rehearsal: Callable[[], Rehearsal]
+    ) -> AbstractContextManager[None]:
+        return session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], module, rehearsal)
+
+    forward = model.forward = LimitedForward(model, session.device, call)
+    _limited.add(model)
+    name = weakref.ref(model)
 
     def undo() -> None:
-        if own:
-            model.forward = forward
-        else:
-            del model.forward
-        _limited.discard(model)
+        forward.put_back()
+        if (module := name()) is not None:
+            _limited.discard(module)
 
-    limited._scrimp_session = session  # type: ignore[attr-defined]
-    model.forward = limited
-    _limited.add(model)
     session._undo = undo
     return session
 
 
-def _look(leaf: object) -> object:
-    match leaf:
-        case Tensor():
-            return (leaf.dtype, tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None,
-                    leaf.device, leaf.requires_grad)  # fmt: skip
-        case bool() | str() | None:
-            return leaf
-    return type(leaf)  # numbers may count steps; one that changes what runs makes the step depart from its plan
-
-
-def _state(model: nn.Module, device: torch.device) -> object:
-    """Say what else a step depends on: modes, and which gradients are there to be added to."""
-    present = sum(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    wanted = sum(parameter.requires_grad for parameter in model.parameters())
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return model.training, present, wanted, autocast
-
-
-__all__ = ["BudgetSession", "format_bytes", "limit"]
+__all__ = ["BudgetSession", "limit"]

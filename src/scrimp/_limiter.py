@@ -36,6 +36,13 @@ class Cost(NamedTuple):
     transient: int
 
 
+class Outlook(NamedTuple):
+    """How many bytes a step takes, and who says so, as the beginning of a sentence."""
+
+    nbytes: int
+    source: str
+
+
 @final
 class Limiter(Scope):
     """A scope that keeps everything as long as the device has room, and evicts when something needs it.
@@ -67,8 +74,8 @@ class Limiter(Scope):
         self._promised = 0
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
-        self.outlook: Callable[[int], int | None] = _unknown
-        """Says what the whole step takes at least, given what it takes at one moment; None where nobody knows."""
+        self.outlook: Callable[[int], Outlook | None] = _unknown
+        """Says what the whole step takes, given what it takes at one moment; None where nobody knows."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -196,22 +203,19 @@ class Limiter(Scope):
         level = self.meter.level()
         need = level + nbytes
         there = lines_of(self.standing())
-        smallest = self.outlook(need)
-        if smallest is None:
-            advice = f"Give a larger budget ({need} bytes get past this operator)"
-        else:
-            advice = (
-                f"The smallest budget found to work is {format_bytes(smallest)} ({smallest} bytes). Give at least that"
-            )
+        outlook = self.outlook(need)
+        advice = f"Give a larger budget ({need} bytes get past this operator)"
+        if outlook is not None:
+            advice = f"{outlook.source} {format_bytes(outlook.nbytes)} ({outlook.nbytes} bytes). Give at least that"
         return BudgetError(
             f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
             f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
             f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
-            smallest=smallest or need,
+            smallest=need if outlook is None else outlook.nbytes,
         )
 
 
-def _unknown(need: int) -> int | None:
+def _unknown(need: int) -> Outlook | None:
     return None
 
 

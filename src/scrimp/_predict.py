@@ -63,7 +63,7 @@ class Forecast:
 def _rnn_workspace(inputs: Tensor, state: Tensor) -> int:
     """Return about as many bytes as the kernel hands on to backward, and no fewer; its rule for ``meta`` says 0."""
     batch, width = state.shape[-2:]
-    return 64 * batch * rounded(width, 64) * (inputs.shape[0] + 1) + (1 << 15)
+    return 64 * batch * rounded(width, 16) * (inputs.shape[0] + 1) + (1 << 15)
 
 
 def _shadow(argument: Any) -> Any:

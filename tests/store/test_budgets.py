@@ -20,7 +20,7 @@ from scrimp.store import Disk, Host, Tiers
 from scrimp.store._measure import Bandwidths, measured
 from scrimp.testing import live_bytes
 
-WIDTH, DEPTH, ROWS = 64, 10, 256
+WIDTH, DEPTH, ROWS = 64, 5, 256
 PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH) * 4
 
 
@@ -70,7 +70,7 @@ def batches(steps: int) -> Iterator[Tensor]:
     return (torch.randn(ROWS, WIDTH, generator=generator) for _ in range(steps))
 
 
-def trained(net: nn.Module, steps: int = 3) -> tuple[list[int], list[Tensor]]:
+def trained(net: nn.Module, steps: int = 2) -> tuple[list[int], list[Tensor]]:
     """Live bytes of each step's peak, parameters and batch included, and all that training leaves behind."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     peaks, left = [], []
@@ -105,17 +105,16 @@ def plain() -> tuple[list[int], list[Tensor]]:
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("fraction", [0.8, 0.6])
 @pytest.mark.parametrize(
     "stores",
-    [{"disk": "1GiB"}, {"host": "1GiB"}, {"host": "300 kB", "disk": "1GiB"}, {"host": 70_000}],
+    [{"disk": "1GiB"}, {"host": "1GiB"}, {"host": "150 kB", "disk": "1GiB"}, {"host": 70_000}],
     ids=["disk", "host", "both", "small"],
 )
 def test_the_device_stays_within_its_budget(
-    fraction: float, stores: dict[str, int | str], plain: tuple[list[int], list[Tensor]]
+    stores: dict[str, int | str], plain: tuple[list[int], list[Tensor]]
 ) -> None:
     """From the first step on, with gradients, parameters and random draws of the plain steps, to the bit."""
-    budget = int(max(plain[0]) * fraction)
+    budget = int(max(plain[0]) * 0.7)
     net = model()
     session = scrimp.limit(net, budget, **stores)  # type: ignore[arg-type]
     peaks, left = trained(net)
@@ -130,7 +129,7 @@ def test_the_device_stays_within_its_budget(
 def test_the_first_step_sends_away_what_has_no_room(plain: tuple[list[int], list[Tensor]]) -> None:
     """Before there is a plan, values go to the disk as memory fills up in forward, and come back once each."""
     net = model()
-    session = scrimp.limit(net, int(max(plain[0]) * 0.6), disk="1GiB")
+    session = scrimp.limit(net, int(max(plain[0]) * 0.7), disk="1GiB")
     trained(net, steps=1)
     assert session.stored is not None
     assert session.stored.held.total > 0
@@ -165,7 +164,7 @@ def test_the_host_keeps_to_its_limit(plain: tuple[list[int], list[Tensor]]) -> N
     """A host with room for one value gets no more; the rest is computed again."""
     net = model()
     host = Host("70 kB")
-    session = scrimp.limit(net, int(max(plain[0]) * 0.6), host=host)
+    session = scrimp.limit(net, int(max(plain[0]) * 0.7), host=host)
     trained(net)
     assert 0 < host.statistics.held.peak_bytes <= 70_000
     assert session.statistics.replayed_operators > 0
@@ -175,11 +174,11 @@ def test_the_host_keeps_to_its_limit(plain: tuple[list[int], list[Tensor]]) -> N
 def test_a_session_has_tiers(plain: tuple[list[int], list[Tensor]]) -> None:
     """Code that is no module is held under budgets of device, host and disk the same way."""
     net = model()
-    session = scrimp.session(int(max(plain[0]) * 0.6), host="300 kB", disk="1GiB", device="cpu")
+    session = scrimp.session(int(max(plain[0]) * 0.7), host="150 kB", disk="1GiB", device="cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     torch.manual_seed(2)
     losses = []
-    for batch in batches(3):
+    for batch in batches(2):
         with session:
             loss = net(batch).square().mean()
         loss.backward()
@@ -188,7 +187,7 @@ def test_a_session_has_tiers(plain: tuple[list[int], list[Tensor]]) -> None:
         optimizer.zero_grad()
     assert same(
         [*losses, *(one.detach() for one in net.parameters())],
-        [*plain[1][:: 2 * DEPTH + 1][:3], *plain[1][-2 * DEPTH - 1 : -1]],
+        [*plain[1][:: 2 * DEPTH + 1][:2], *plain[1][-2 * DEPTH - 1 : -1]],
     )
     assert session.stored is not None
     assert session.stored.held.total > 0
@@ -198,7 +197,7 @@ def test_a_session_has_tiers(plain: tuple[list[int], list[Tensor]]) -> None:
 def test_a_report_says_what_is_stored(plain: tuple[list[int], list[Tensor]]) -> None:
     """A session with stores can be reported on; its plan can be simulated on its trace."""
     net = model()
-    session = scrimp.limit(net, int(max(plain[0]) * 0.6), disk="1GiB")
+    session = scrimp.limit(net, int(max(plain[0]) * 0.7), disk="1GiB")
     trained(net)
     assert session.trace is not None
     assert session.plan is not None
@@ -210,8 +209,8 @@ def test_a_report_says_what_is_stored(plain: tuple[list[int], list[Tensor]]) -> 
 def test_a_file_that_is_lost_is_computed_again(plain: tuple[list[int], list[Tensor]], tmp_path: Path) -> None:
     """In a planned step, too, a truncated file costs a warning and a replay, and no bit of a gradient."""
     net = model()
-    scrimp.limit(net, int(max(plain[0]) * 0.6), disk=Disk(tmp_path))
-    trained(net, steps=2)
+    scrimp.limit(net, int(max(plain[0]) * 0.7), disk=Disk(tmp_path))
+    trained(net)
     fresh = model()
     net.load_state_dict(fresh.state_dict())
     batch = next(batches(1))
@@ -229,13 +228,13 @@ def test_a_file_that_is_lost_is_computed_again(plain: tuple[list[int], list[Tens
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("steps_before", [0, 2], ids=["first", "planned"])
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["first", "planned"])
 def test_a_step_that_fails_leaves_nothing_in_the_stores(
     steps_before: int, plain: tuple[list[int], list[Tensor]]
 ) -> None:
     """An exception in forward, or a loss that nobody goes back from, empties them; later steps are right."""
     net = model()
-    session = scrimp.limit(net, int(max(plain[0]) * 0.6), disk="1GiB")
+    session = scrimp.limit(net, int(max(plain[0]) * 0.7), disk="1GiB")
     trained(net, steps_before)
     broken = net[DEPTH - 1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -192,6 +192,9 @@ def failing_node(error: BaseException, running: Node | None) -> Node | None:
     """The node in which ``error`` was raised, if its traceback or the observer shows it."""
     found: Any = running
     for frame in _frames(error.__traceback__):
+        # To ask any frame for its locals would keep them, the error itself among them, for as long as the error lives.
+        if frame.f_globals.get("__name__") != BackwardCFunction.__module__:
+            continue
         node = frame.f_locals.get("self")
         if isinstance(node, BackwardCFunction):
             found = node

@@ -77,13 +77,18 @@ def gmres(
             more, promised, taken = _series(apply, cycle.residual(), goal, plain, max_products - products)
             x_next, products = x_next + more, products + taken
         residual_next = rhs - apply(x_next)
-        allowed = torch.where(promised <= goal, SLACK * rtol, rtol)
-        better = relative_norm(residual_next, length) < relative
+        relative_next = relative_norm(residual_next, length)
+        # Where only rounding is in the way another cycle must be earned, by one that halves the residual.
+        rounded = promised <= goal
+        allowed = torch.where(rounded, SLACK * rtol, rtol)
+        worth = relative_next < torch.where(rounded, relative / 2, relative)
+        better = relative_next < relative
         keep = better.unsqueeze(1)
         x, residual = torch.where(keep, x_next, x), torch.where(keep, residual_next, residual)
         amplification = torch.maximum(amplification, cycle.amplification())
         hessenberg = cycle.hessenberg() if hessenberg is None else hessenberg
-        if not bool((better & wanted).any()):
+        if not bool((worth & wanted).any()):
+            relative = relative_norm(residual, length)
             break
     return LinearSolution(x, relative, products, at_least(amplification, x, length), hessenberg)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .checks import need_count, need_positive
 from .equation import Equation
 from .gmres import LinearSolution
 from .iterate import Stepper
@@ -37,6 +38,10 @@ class Auto:
 
     depth: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.depth is not None:
+            need_count("depth", self.depth, 1)
+
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
         depth = self.depth or (DEEP if x0.shape[1] < WIDE else DEEP_WIDE)
@@ -52,6 +57,9 @@ class Picard:
     """
 
     damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        need_positive("damping", self.damping)
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
@@ -72,6 +80,11 @@ class Anderson:
     damping: float = 1.0
     max_products: int = 200
 
+    def __post_init__(self) -> None:
+        need_count("depth", self.depth, 1)
+        need_positive("damping", self.damping)
+        need_count("max_products", self.max_products, 1)
+
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
         return AndersonStepper(x0, self.depth, self.damping)
@@ -91,6 +104,9 @@ class Broyden:
 
     depth: int = 30
 
+    def __post_init__(self) -> None:
+        need_count("depth", self.depth, 1)
+
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
         return BroydenStepper(x0, self.depth)
@@ -107,6 +123,10 @@ class NewtonKrylov:
 
     restart: int = 30
     max_products: int = 90
+
+    def __post_init__(self) -> None:
+        need_count("restart", self.restart, 1)
+        need_count("max_products", self.max_products, 1)
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from scrimp._budget import Budget, parse_budget
 from scrimp._compiler import never_compiled
+from scrimp._loops.form import Form, Tree
 from scrimp._loops.keep import Keeper
 from scrimp._loops.node import Loop
+from scrimp._loops.patience import Patience
 from scrimp._loops.progress import Progress, Report
 from scrimp._loops.seal import seal
-from scrimp._loops.stack import Stacks
-from scrimp._loops.step import Frame, Step, Tree, check_leaves
+from scrimp._loops.stack import Stacks, transformed
+from scrimp._loops.step import Frame, Step, check_leaves
 from scrimp._loops.tape import Tape
 from scrimp.errors import BudgetError, LoopError, StoreError
 from scrimp.store import Host, Store
@@ -77,9 +77,9 @@ def scan(
         >>> losses.sum().backward()
     """
     _refuse_transforms()
-    leaves, spec = pytree.tree_flatten(state)
+    leaves, form = Form.of(state)
     check_leaves(leaves, "the state")
-    slices, x_spec = pytree.tree_flatten(xs) if xs is not None else ([], None)
+    slices, x_form = Form.of(xs) if xs is not None else ([], None)
     length = _length(slices, length, until)
     if host is not None and not isinstance(host, Store):
         host = Host(parse_budget(host))
@@ -87,7 +87,7 @@ def scan(
         raise StoreError(f"disk= needs a store that says where: scrimp.store.Disk(path, {disk!r}); have {disk!r}")
     stores = tuple(store for store in (host, disk) if store is not None)
     _check_limits(until if length is None else None, budget, slots, stores)
-    function = Step(step, spec, x_spec)
+    function = Step(step, form, x_form)
     stacks = Stacks(None if until is not None else length)
     if not torch.is_grad_enabled():
         final, steps = _plainly(function, leaves, slices, length, until, stacks, Report(progress, length))
@@ -99,7 +99,7 @@ def scan(
     first = Frame.of(leaves)
     last = tape.forward(first, slices, length, until, stacks)
     outputs = stacks.finished()
-    wanted = [one[-1] for one, want in zip(outputs, stacks.wants, strict=True) if want]
+    wanted = [one[-1] for one, want in zip(outputs, stacks.wants, strict=True) if want and one is not None]
     tape.last = seal([*last.leaves, *wanted])
     final, outputs = _attached(tape, leaves, slices, last, outputs, stacks.wants)
     return function.tree(final), _outputs(function, outputs, tape.length)
@@ -134,7 +134,7 @@ def _attached(
 
 def _refuse_transforms() -> None:
     """Raise where tensors would be differentiated in a way that the loop's node in the graph does not know."""
-    if torch.is_grad_enabled() and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+    if torch.is_grad_enabled() and transformed():
         raise LoopError(
             "transforms of torch.func and forward-mode derivatives cannot go through scan(), which keeps no graph of "
             "its steps. Use them within a step, or write the loop plainly; under torch.no_grad() scan() is a plain loop"
@@ -151,18 +151,18 @@ def _plainly(
     report: Report,
 ) -> tuple[list[Any], int]:
     """Run the loop without gradients."""
-    done = 0
+    done, patience = 0, Patience()  # which is not entered: nothing here could be left half way
     while (length is None or done < length) and not (until is not None and bool(until(step.tree(leaves)))):
-        ran = step.run(leaves, [one[done] for one in xs])
+        ran = step.run(leaves, [one[done] for one in xs], patience)
         leaves = ran.state
         stacks.add(done, ran.output)
         done += 1
-        report.forward(done)
+        report.forward(done, patience)
     return leaves, done
 
 
 def _outputs(step: Step, stacked: list[Any], steps: int) -> Tree:
-    return pytree.tree_unflatten(stacked, step.output_spec) if steps and step.output_spec is not None else None
+    return step.output_form.tree(stacked) if steps and step.output_form is not None else None
 
 
 def _length(xs: Sequence[Any], length: int | None, until: object) -> int | None:

@@ -11,7 +11,6 @@ from torch.autograd.graph import Node
 from scrimp._loops.outside import Source
 from scrimp.errors import LoopError
 
-
 _LEAF = "torch::autograd::AccumulateGrad"
 _LOOP = "LoopBackward"
 

@@ -95,7 +95,7 @@ class Keeper:
                 f"{format_bytes(self.budget)}; raise it to that at least",
                 smallest=nbytes,
             )
-        return replace(state, snapshot=snapshot, nbytes=nbytes)
+        return Frame(state.leaves, state.wants, state.versions, snapshot, nbytes)
 
     def _schedule(self, nbytes: int) -> None:
         near = self.slots if self.slots is not None else self._slots(nbytes)

@@ -18,8 +18,9 @@ from torch.autograd import Variable
 
 from scrimp._loops.graph import borders, loops_behind
 from scrimp._loops.outside import sequence_number
-from scrimp._loops.seal import agree, seal
+from scrimp._loops.patience import Patience
 from scrimp._loops.schedule import Advance, Drop, Load, Reverse, Save, backward
+from scrimp._loops.seal import agree, seal
 from scrimp._loops.step import Frame, Ran, slice_of
 from scrimp._loops.substitute import Substitute
 from scrimp._loops.tape import Tape
@@ -52,6 +53,7 @@ class Reversal:
         self._xs = xs
         self._by_output = by_output
         self._keep = keep
+        self._patience = Patience()
         self._outer = list(tape.borders.values())
         self._substitute = Substitute(self._outer)
         self._targets = [self._substitute.of(tensor) for tensor in self._outer]
@@ -71,16 +73,17 @@ class Reversal:
         if sums:
             self.by_outer = [sums.get(id(tensor)) for tensor in self._outer]
         tape.outside.check_unchanged()
-        now = tape.outside.snapshot()
-        try:
-            with tape.conditions.in_force() as self._aside:
-                self._follow()
-        except BaseException:
-            if not self._keep:
-                self._shelf.clear()  # as autograd does, which has freed the graph behind a node that fails
-            raise
-        finally:
-            tape.outside.put(now)
+        with self._patience:
+            now = tape.outside.snapshot()
+            try:
+                with tape.conditions.in_force() as self._aside:
+                    self._follow()
+            except BaseException:
+                if not self._keep:
+                    self._shelf.clear()  # as autograd does, which has freed the graph behind a node that fails
+                raise
+            finally:
+                tape.outside.put(now)
         if sums is not None:
             for place, tensor in enumerate(self._outer):
                 if id(tensor) in sums:
@@ -110,7 +113,7 @@ class Reversal:
                     assert current is not None
                     frame, current = current, None
                     self._reverse(frame, step)
-                    tape.report.backward(tape.length - step, tape.length)
+                    tape.report.backward(tape.length - step, tape.length, self._patience)
                 case Drop(step):
                     self._shelf.drop(step)
 
@@ -123,7 +126,7 @@ class Reversal:
 
     def _again(self, frame: Frame, step: int) -> Frame:
         self._tape.report.repeated += 1
-        return Frame.of(self._tape.step.run(frame.arguments(), slice_of(self._xs, step)).state)
+        return Frame.of(self._tape.step.run(frame.arguments(), slice_of(self._xs, step), self._patience).state)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -169,11 +172,11 @@ class Reversal:
                 if one:
                     stack.enter_context(one)
             if self._checked:
-                return self._tape.step.run(arguments, x)
+                return self._tape.step.run(arguments, x, self._patience)
             watch = self._tape.watch
             watch.begin([leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor)])
             with watch:
-                return self._tape.step.run(arguments, x)
+                return self._tape.step.run(arguments, x, self._patience)
 
     def _check(self, ran: Ran, since: int) -> None:
         """Raise if the step depends on other tensors than it did the first time."""
@@ -207,7 +210,9 @@ class Reversal:
             return {}
         loops, of_loops = loops_behind(ran.tensors(), self._targets)
         handed: dict[int, Gradient] = {
-            id(target): sum_ for target, sum_ in zip(self._targets, self.by_outer, strict=True) if id(target) in of_loops
+            id(target): sum_
+            for target, sum_ in zip(self._targets, self.by_outer, strict=True)
+            if id(target) in of_loops
         }
         for loop in loops:
             loop.sums = handed

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scrimp._geometry import Geometry, geometry_of, is_plain, look
+from scrimp._loops.patience import Patience
 from scrimp._loops.step import Frame
 from scrimp._streams import stream_of
 from scrimp.errors import BudgetError
@@ -45,8 +46,9 @@ class Parked:
         return replace(self.frame, leaves=leaves, versions=versions)
 
     def __del__(self) -> None:
-        for copy in self._copies.values():
-            copy.discard()
+        with Patience():
+            for copy in self._copies.values():
+                copy.discard()
 
 
 def parked(frame: Frame, store: Store, stays: Container[int]) -> Parked | None:

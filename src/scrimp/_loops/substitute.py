@@ -24,7 +24,8 @@ def needs_alias(tensor: Tensor) -> bool:
 
 def in_use() -> list[Substitute]:
     """Return those in force, the outermost first."""
-    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Substitute)]
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in modes if isinstance(mode, Substitute)]
 
 
 @final

@@ -13,13 +13,15 @@ from torch.autograd.graph import Node
 
 from scrimp._loops.conditions import Conditions
 from scrimp._loops.entry import Behind, Entry, Gate
+from scrimp._loops.form import Leaves
 from scrimp._loops.graph import borders
 from scrimp._loops.keep import Keeper
 from scrimp._loops.outside import Outside, sequence_number
+from scrimp._loops.patience import Patience
 from scrimp._loops.progress import Report
-from scrimp._loops.seal import Seal, seal
+from scrimp._loops.seal import Seal
 from scrimp._loops.stack import Stacks
-from scrimp._loops.step import Frame, Leaves, Ran, Step, slice_of
+from scrimp._loops.step import Frame, Ran, Step, slice_of
 from scrimp._loops.substitute import Substitute, in_use
 from scrimp._loops.watch import Watch
 
@@ -68,6 +70,7 @@ class Tape:
     """What the loop is given and requires grad; let go when it is over, since its node in the graph has it."""
     conditions: Conditions = field(default_factory=Conditions.now)
     outside: Outside = field(default_factory=Outside)
+    patience: Patience = field(default_factory=Patience)
     watch: Watch = field(init=False)
     patterns: Patterns = field(default_factory=Patterns)
     borders: dict[int, Tensor] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Tape:
         stacks: Stacks,
     ) -> Frame:
         """Run the loop, ``most`` steps at most; return its final state."""
-        with self.conditions.in_force():
+        with self.patience, self.conditions.in_force():
             self.keeper.start(state, xs, self.outside)
             while most is None or self.length < most:
                 if until is not None and self._ask(until, state):
@@ -102,7 +105,7 @@ class Tape:
                 self.keeper.arrive(self.length, state)
                 state = self._one(state, slice_of(xs, self.length), stacks)
                 self.length += 1
-                self.report.forward(self.length)
+                self.report.forward(self.length, self.patience)
             self.watch.begin(())
             self.watch.finished = True
             self.outside.finish()
@@ -116,7 +119,7 @@ class Tape:
         given = [leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor)]
         self.watch.begin(given)
         with self.watch:
-            ran = self.step.run(arguments, x)
+            ran = self.step.run(arguments, x, self.patience)
         gate.over = True
         self.watch.end()
         arrived = {id(leaf) for leaf in given}
@@ -149,7 +152,7 @@ class Tape:
         self.watch.pure = True
         try:
             with torch.no_grad(), self.watch:
-                return bool(until(state))
+                return bool(self.patience.call(until, state))
         finally:
             self.watch.pure = False
 

@@ -80,8 +80,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Yes would have torch wrap the next method in what keeps the compiler out of it, which costs several microseconds
-        # an operator. `never_compiled` does what that is for.
+        # Yes would have torch wrap the next method in what keeps the compiler out of it, which costs several
+        # microseconds an operator. `never_compiled` does what that is for.
         return False
 
     def made(self, tensor: Tensor) -> bool:
@@ -121,12 +121,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = passed_on(func, args, kwargs)
         if facts.varies and not all(facts.repeats_on(tensor.device) for tensor in tensors_in(result)):
             self.varies = True
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage() if is_plain(tensor) else None
-            address = id(tensor) if storage is None else storage._cdata
-            if address not in self._made and address not in self.outside.seen:
-                self._made[address] = None if storage is None else weakref.ref(storage)
+        if isinstance(result, Tensor):
+            self._make(result)
+        else:
+            for tensor in tensors_in(result):
+                self._make(tensor)
         return result
+
+    def _make(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage() if is_plain(tensor) else None
+        address = id(tensor) if storage is None else storage._cdata
+        if address not in self._made and address not in self.outside.seen:
+            self._made[address] = None if storage is None else weakref.ref(storage)
 
     def _read(self, tensor: Tensor) -> None:
         address = address_of(tensor)

@@ -21,13 +21,14 @@ from .._trace import Run, Trace, Value
 from ._bound import lower_bound
 from ._cut import Cuts
 from ._offload import Offload
-from ._planner import Planner, Solution
+from ._planner import CLOSE, Planner, Solution
 
 __all__ = ["JointPlanner"]
 
 _HIDDEN = (0.98, 0.95, 0.9, 0.8, 0.6, 0.35)  # of the relief that the link gives without a wait
 _WAITING = (1.1, 1.4, 2.0, 4.0, 16.0)  # of it, at the price of waits
 _PATIENCE = 2
+_LEAST_RELIEF = 512  # parts of the bytes over budget: a relief smaller than one is none
 _STEPS = 64  # a relief is rounded to this many levels
 _LEAST, _MOST, _HALVINGS = 1 / 256, 64.0, 5  # of the plain step: between these, a bound is doubled, and halved after
 _SMALLEST_WITHIN = 20  # the smallest peak is searched to five percent
@@ -79,10 +80,13 @@ class JointPlanner:
         best = self.alone.solve(budget)
         if self.plain.peak <= budget:
             return best
+        tried: set[bytes] = set()
         for shares in (_HIDDEN, _WAITING):
-            for found in self._joint(budget, shares):
+            for found in self._joint(budget, shares, tried):
                 if best is None or found.seconds < best.seconds:
                     best = found
+            if best is not None and best.seconds <= self.plain.seconds * (1 + CLOSE):
+                break
         return best
 
     def smallest(self) -> Solution:
@@ -91,25 +95,31 @@ class JointPlanner:
         too_small = 0
         while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
             budget = (too_small + best.peak) // 2
-            found = next(self._joint(budget, (_HIDDEN[0], *_WAITING[2:])), None)
+            found = next(self._joint(budget, (_HIDDEN[0], *_WAITING[2:]), set()), None)
             if found is None:
                 too_small = budget
             else:
                 best = found
         return best
 
-    def _joint(self, budget: int, shares: Iterable[float]) -> Iterator[Solution]:
+    def _joint(self, budget: int, shares: Iterable[float], tried: set[bytes]) -> Iterator[Solution]:
         """Plans with stores, until several shares one after the other give none that is faster."""
-        wanted = min(self._capacity, self.plain.peak - budget)
+        excess = self.plain.peak - budget
+        enough = self.plain.seconds * (1 + CLOSE)
         fastest, in_vain = np.inf, 0
         for share in shares:
-            allowed = np.minimum((self._relief(0.0) * share).astype(np.int64), wanted)
+            allowed = np.minimum((self._relief(0.0) * share).astype(np.int64), min(self._capacity, excess))
+            if int(allowed.max()) * _LEAST_RELIEF < excess:
+                continue  # too slow a link, or too small a store, to change anything
+            if allowed.tobytes() in tried:
+                continue  # the store is full before the link is
+            tried.add(allowed.tobytes())
             found = self._with_relief(budget, allowed)
             if found is not None:
                 yield found
                 in_vain = 0 if found.seconds < fastest else in_vain + 1
                 fastest = min(fastest, found.seconds)
-                if in_vain == _PATIENCE:
+                if in_vain == _PATIENCE or fastest <= enough:
                     return
 
     def _with_relief(self, budget: int, allowed: NDArray[np.int64]) -> Solution | None:

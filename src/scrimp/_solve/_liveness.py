@@ -24,6 +24,8 @@ from .._trace import Unpack
 
 __all__ = ["Liveness"]
 
+_COUNTS_ONCE = 8  # ops of a replay that count as one more replay in the effort
+
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
@@ -41,7 +43,8 @@ class Liveness:
     Attributes:
         levels: most bytes during each moment.
         seconds: of the whole step.
-        effort: replays evaluated so far: a clock for searches that is the same on every machine.
+        effort: replays evaluated so far, long ones counting more: a clock for searches that is the same on every
+            machine.
     """
 
     def __init__(self, facts: Index, decisions: Mapping[int, Decision]) -> None:
@@ -217,6 +220,7 @@ class Liveness:
         if self._is_present(target, moment):
             return None
         ops, starts = needed_ops(facts, target, lambda value: self._is_present(value, moment))
+        self.effort += len(ops) // _COUNTS_ONCE
         looked_at, computed, remaining = set(starts), set(), set()
         for op in ops:
             for value in facts.outputs[op]:

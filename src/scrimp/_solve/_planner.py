@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
@@ -22,15 +22,17 @@ from ._liveness import Liveness
 from ._rotor import Rotor
 from ._search import improve
 
-__all__ = ["Planner", "Solution"]
+__all__ = ["CLOSE", "Planner", "Solution"]
 
-_CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
+CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
 _CHAIN_PAYS = 0.01  # of the step's time: a chain's schedule is looked for when this much may be gained
 _BAND = 10  # longest split in a chain's schedule, at least
 _CELLS = 2000  # about how many subchains to solve: short chains get a wider band
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, for schedules whose rounded bytes exceed it
 _MENU_BUDGETS = (0.8, 0.6, 0.4, 0.2)  # of the plain peak: whose cuts make the options of the blocks
-_EFFORT = 8000  # replays that a repair, and the search after it, may evaluate
+_EFFORT = 8000  # what a repair, and a search after it, may evaluate
+_EFFORT_EACH = 200  # but no more than this for each value: few values are soon exhausted
+_SEARCHED = 4  # repaired starts that are searched from
 _SMALLEST_WITHIN = 100  # the smallest peak is searched to a percent
 _SMALL = 300  # values up to which starting from everything kept is worth its time
 
@@ -75,10 +77,19 @@ class Planner:
         if self.plain.peak <= budget:
             return self._keep_all()
         bound = lower_bound(self._cuts, self.plain, budget)
-        best = self._fit(budget, bound, self._enough(bound))
-        if best is None:
+        enough = self._enough(bound)
+        found = sorted(self._repaired(budget, bound, enough), key=lambda state: state.seconds)
+        if not found:
             return None
-        improve(best, budget, self._values, effort=_EFFORT, enough=self._enough(bound))
+        # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
+        # the end: each is searched a little, the best of them longer.
+        effort = min(_EFFORT, _EFFORT_EACH * len(self._values))
+        for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
+            improve(state, budget, self._values, effort, enough, seed)
+            if state.seconds <= enough:
+                return self._judged(state)
+        best = min(found, key=lambda state: state.seconds)
+        improve(best, budget, self._values, _SEARCHED * effort, enough, seed=_SEARCHED)
         return self._judged(best)
 
     def smallest(self) -> Solution:
@@ -87,7 +98,8 @@ class Planner:
         too_small = lower_bound_of_peak(self._cuts, self.plain) - 1
         while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
             budget = (too_small + best.peak) // 2
-            state = self._fit(budget, lower_bound(self._cuts, self.plain, budget), enough=np.inf)
+            bound = lower_bound(self._cuts, self.plain, budget)
+            state = next(self._repaired(budget, bound, enough=np.inf), None)
             if state is None:
                 too_small = budget
             else:
@@ -103,25 +115,25 @@ class Planner:
         return Solution(decisions, timeline.peak, timeline.seconds)
 
     def _enough(self, bound: Bound) -> float:
-        return self.plain.seconds * (1 + _CLOSE) + bound.added_seconds
+        return self.plain.seconds * (1 + CLOSE) + bound.added_seconds
 
-    def _fit(self, budget: int, bound: Bound, enough: float) -> Liveness | None:
-        """The best repaired start; the first that takes no more than ``enough`` seconds ends the search."""
-        best: Liveness | None = None
+    def _repaired(self, budget: int, bound: Bound, enough: float) -> Iterator[Liveness]:
+        """The starts, repaired; one that takes no more than ``enough`` seconds is the last."""
         if np.isinf(bound.added_seconds):
-            return None
+            return
+        best = np.inf
         for decisions in self._starts(budget, bound):
             state = self._repair(decisions, budget, enough)
-            if state is not None and (best is None or state.seconds < best.seconds):
-                best = state
-            if best is not None and best.seconds <= enough:
-                return best
-        if best is None or best.seconds > enough + _CHAIN_PAYS * self.plain.seconds:
+            if state is not None:
+                best = min(best, state.seconds)
+                yield state
+                if best <= enough:
+                    return
+        if best == np.inf or best > enough + _CHAIN_PAYS * self.plain.seconds:
             for decisions in self._schedules(budget):
                 state = self._repair(decisions, budget, enough)
-                if state is not None and (best is None or state.seconds < best.seconds):
-                    best = state
-        return best
+                if state is not None:
+                    yield state
 
     def _schedules(self, budget: int) -> list[Mapping[int, Decision]]:
         """Chain schedules for the budget, and for less where those exceed it in exact bytes."""

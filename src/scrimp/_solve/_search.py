@@ -14,7 +14,7 @@ _WINDOW = 12  # saved values in one neighbourhood
 _SAMPLED = 24  # how many values elsewhere a repair considers
 
 
-def improve(state: Liveness, budget: int, values: list[int], effort: int, enough: float) -> None:
+def improve(state: Liveness, budget: int, values: list[int], effort: int, enough: float, seed: int = 0) -> None:
     """Make a plan within the budget faster, in place; the result is the same for the same arguments.
 
     Args:
@@ -23,8 +23,9 @@ def improve(state: Liveness, budget: int, values: list[int], effort: int, enough
         values: the droppable values, in the order of the ops that make them.
         effort: replays to evaluate, about; the search ends when they are used up.
         enough: seconds at which the search ends, too: nearly proven to be the best.
+        seed: of the random choices.
     """
-    random = Random(0)  # fixed: a plan is a function of its arguments
+    random = Random(seed)
     end = state.effort + effort
     while values and state.effort < end and state.seconds > enough:
         state.effort += 1  # a disturbance that evaluates nothing must not run for ever

@@ -200,6 +200,10 @@ class DiskCopy(Copy):
             checksum = self._write.result().checksum
             self._read = _Job(self._disk._reader.submit(_read_after, self._path, memory, self.nbytes, checksum), memory)
 
+    def arrive(self) -> None:
+        with self._disk._turn:
+            self.see_to_write()
+
     def set_out(self) -> None:
         self.approach()
 

@@ -50,6 +50,7 @@ def _there_and_back(store: Store, content: torch.Tensor) -> bool:
         if copy is None:
             return False
         copy.wait_until_left(content, stream_of(content.device))
+        copy.arrive()
         copy.on_device = False
         copy.fetch()
         copy.discard()

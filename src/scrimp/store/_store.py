@@ -62,6 +62,10 @@ class Copy(abc.ABC):
     def approach(self) -> None:
         """Begin as much of the way back as holds nobody up; it fails without a word."""
 
+    @abc.abstractmethod
+    def arrive(self) -> None:
+        """Wait until the bytes are where the store keeps them."""
+
     def set_out(self) -> None:
         """Begin the way back because a plan says so, and hold nobody up until the bytes are needed."""
         self.store._landing_of(self)

@@ -128,6 +128,9 @@ class _TieredCopy(Copy):
     def wait_until_left(self, content: Tensor, owner: int) -> None:
         self.inner.wait_until_left(content, owner)
 
+    def arrive(self) -> None:
+        self.inner.arrive()
+
     def come(self) -> Landing:
         return self.inner.store._hand_over(self.inner)
 
