@@ -39,6 +39,9 @@ replaying = _Replaying()
 class OurMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that is on while steps run, and must leave no trace in their bits."""
 
+    supports_higher_order_operators = True
+    """``torch.cond`` and its like come to ``__torch_dispatch__`` too, and are passed on: what they make is kept."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Otherwise torch wraps `__torch_dispatch__` in what imports the compiler, seconds long, and costs a microsecond
@@ -48,9 +51,6 @@ class OurMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class RecordMode(OurMode):  # type: ignore[no-untyped-call]
     """Shows every operator to a recorder."""
-
-    supports_higher_order_operators = True
-    """``torch.cond`` and its like come to the method below too, and are passed on: what they make is kept."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -369,8 +369,7 @@ def _is_still(tensor: Tensor, value: Value) -> bool:
 
 _VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_detach_unseen = Tensor._make_subclass
-"""``detach`` that no dispatch mode sees; a guard around the method takes as long again."""
+_detach_unseen = Tensor._make_subclass  # a guard around `detach` takes as long again
 
 
 def share(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What PyTorch itself computes otherwise while any dispatch mode is on, and must not under ours."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -58,13 +59,15 @@ def test_the_first_step_under_a_limit_uses_the_formula_of_plain_backward() -> No
             y = super().forward(x) * 0.3 + 1
             return y.prod() + y.masked_fill(y > 1, y.mean()).sum() - y.min()
 
-    def make(limited: bool) -> Step:
-        model = Model(8, 8, dtype=torch.float64)
-        if limited:
-            scrimp.limit(model, "1GiB")
-        return Step(lambda: model(x), state=model)
+    with ExitStack() as stack:
 
-    assert_same_outcome(lambda: make(limited=False), lambda: make(limited=True))
+        def make(limited: bool) -> Step:
+            model = Model(8, 8, dtype=torch.float64)
+            if limited:
+                stack.callback(scrimp.limit(model, "1GiB").detach)
+            return Step(lambda: model(x), state=model)
+
+        assert_same_outcome(lambda: make(limited=False), lambda: make(limited=True))
 
 
 def test_modes_of_others_see_all_of_backward() -> None:

@@ -39,6 +39,9 @@ JUDGED = [name for name in OPERATORS if name not in EXCLUDED]
 # Their samples are views whose memory beyond the view is read too, so a copy of the view will not do.
 READS_AROUND_ITS_INPUT = {"as_strided_partial_views"}
 
+# Samples of more elements run amid other operators only, which asks the most of a replay.
+LARGE = 100_000
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 # Samples and operators warn of what torch deprecates or calls a prototype; none of it is about scrimp.
@@ -166,10 +169,18 @@ def make_step(op: OpInfo, sample: SampleInput) -> Step:
     """The operator on leaves; amid other operators; and in place, where it can.
 
     Amid others its inputs are themselves values of the step (negated twice, which changes no bit), and its
-    outputs are saved by the multiplication that follows.
+    outputs are saved by the multiplication that follows. Large samples run only amid others.
     """
-    leaves = {name: copy_of(sample) for name in ("bare", "amid", "in place")}
     finish = sample.output_process_fn_grad
+    if isinstance(sample.input, Tensor) and sample.input.numel() > LARGE:
+        leaf = copy_of(sample)
+
+        def forward_amid() -> object:
+            first, args, kwargs = tree_map(negate_twice, leaf)
+            return tree_map(square, finish(op(first, *args, **kwargs)))
+
+        return Step(forward_amid, state=leaf)
+    leaves = {name: copy_of(sample) for name in ("bare", "amid", "in place")}
 
     def forward() -> list[object]:
         first, args, kwargs = leaves["bare"]

@@ -1,5 +1,8 @@
 """`live_bytes` counts each storage once, from its making to its death."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -105,3 +108,22 @@ def test_garbage_that_is_kept_is_found() -> None:
             leak.append(torch.zeros(1000))
         with pytest.raises(AssertionError):
             assert count.now == KILO
+
+
+@pytest.mark.slow
+def test_the_first_count_in_a_process_is_right() -> None:
+    """A mode that imports the compiler when it is first called, as PyTorch's do, would keep results alive."""
+    program = """
+import gc, torch, scrimp
+from scrimp.testing import live_bytes
+gc.disable()
+def count():
+    x = torch.ones(4, 8, requires_grad=True)
+    with live_bytes() as counted:
+        y = scrimp.checkpoint(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin(), x)
+        del y
+        return counted.now
+print(count(), count())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["0", "0"]
