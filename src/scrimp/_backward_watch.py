@@ -50,6 +50,11 @@ class BackwardWatch:
         self._transient = max(self._transient, self._own.now + cost.transient)
         return result
 
+    def between(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that the program calls between two backward passes over one graph."""
+        self._limiter.make_room_for(func, args, kwargs)
+        return self.replay(func, args, kwargs)
+
     def replay(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator of a replay."""
         result = self._limiter.retried(lambda: passed_on(func, args, kwargs))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from scrimp._book import Book, Scheme, line
-from scrimp._budget import Budget, format_bytes, parse_budget
+from scrimp._budget import Budget, parse_budget
 from scrimp._elsewhere import Elsewhere
+from scrimp._limited import LimitedForward
 from scrimp._limiter import Limiter, Outlook
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
@@ -60,7 +59,7 @@ class BudgetSession:
         self._stated = parse_budget(budget if budget is not None else activations or 0, capacity_of(device))
         self._activations_only = budget is None
         self.device = device
-        self._module = module
+        self._module_ref = None if module is None else weakref.ref(module)
         self._elsewhere = elsewhere
         self._control = Control(KeepAll(), verify=False)
         self._book = Book()
@@ -209,15 +208,21 @@ class BudgetSession:
         return (*look_before(self.device, self._modules, inputs).parts, *captured)
 
     @property
+    def _module(self) -> nn.Module | None:
+        return None if self._module_ref is None else self._module_ref()
+
+    @property
     def _modules(self) -> list[nn.Module]:
-        others = [module for module in _limited if module is not self._module]
-        return others if self._module is None else [self._module, *others]
+        own = self._module
+        others = [module for module in _limited if module is not own]
+        return others if own is None else [own, *others]
 
     def _limit(self, before: int) -> int:
         """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""
         if not self._activations_only:
             return int(self._stated * (1 - self._margin))
-        parameters = () if self._module is None else self._module.parameters()
+        module = self._module
+        parameters = () if module is None else module.parameters()
         coming = sum(p.untyped_storage().nbytes() for p in parameters if p.requires_grad and p.grad is None)
         return before + self._stated + coming
 
@@ -361,54 +366,29 @@ def limit(
     """
     if not isinstance(model, nn.Module):
         raise SessionError(f"need a module to limit, have {model!r}; for other code, use scrimp.session(budget)")
-    if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
+    if isinstance(model.__dict__.get("forward"), LimitedForward):
         raise SessionError("this model is limited already: call detach() of its session first")
     device = device_of(model, ())
     session = BudgetSession(budget, activations, device, model, Elsewhere(host, disk, device))
     if session.device.type == "cuda":
         prefer_expandable_segments()
-    forward, own = model.forward, "forward" in model.__dict__
 
-    @functools.wraps(forward)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or line.depth or torch._C._current_graph_task_id() != -1:
-            return forward(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        signature = (str(structure), tuple(_look(leaf) for leaf in leaves), _state(model, session.device))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        with session._call(signature, inputs, model, lambda: Rehearsal(model, args, kwargs)):
-            return forward(*args, **kwargs)
+    def call(
+        leaves: list[object], signature: object, module: nn.Module, rehearsal: Callable[[], Rehearsal]
+    ) -> AbstractContextManager[None]:
+        return session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], module, rehearsal)
+
+    forward = model.forward = LimitedForward(model, session.device, call)
+    _limited.add(model)
+    name = weakref.ref(model)
 
     def undo() -> None:
-        if own:
-            model.forward = forward
-        else:
-            del model.forward
-        _limited.discard(model)
+        forward.put_back()
+        if (module := name()) is not None:
+            _limited.discard(module)
 
-    limited._scrimp_session = session  # type: ignore[attr-defined]
-    model.forward = limited
-    _limited.add(model)
     session._undo = undo
     return session
 
 
-def _look(leaf: object) -> object:
-    match leaf:
-        case Tensor():
-            return (leaf.dtype, tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None,
-                    leaf.device, leaf.requires_grad)  # fmt: skip
-        case bool() | str() | None:
-            return leaf
-    return type(leaf)  # numbers may count steps; one that changes what runs makes the step depart from its plan
-
-
-def _state(model: nn.Module, device: torch.device) -> object:
-    """Say what else a step depends on: modes, and which gradients are there to be added to."""
-    present = sum(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    wanted = sum(parameter.requires_grad for parameter in model.parameters())
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return model.training, present, wanted, autocast
-
-
-__all__ = ["BudgetSession", "format_bytes", "limit"]
+__all__ = ["BudgetSession", "limit"]

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp._ambient import Ambient
 from scrimp._below import passed_on
+from scrimp._compiler import never_compiled
 from scrimp._draft import Draft
 from scrimp._geometry import is_plain
 from scrimp._keeping import KeepingHooks, KeptHandle
@@ -22,8 +23,8 @@ from scrimp._limiter import Limiter
 from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._plan import Keep, Plan
-from scrimp._record import Recorder, replaying, tensors_in
-from scrimp._record_mode import RecordMode
+from scrimp._record import Recorder, tensors_in
+from scrimp._record_mode import OurMode, RecordMode, replaying
 from scrimp._saved import Hooks
 from scrimp._standing import Standing
 from scrimp._statistics import Ledger
@@ -90,8 +91,8 @@ class UnknownStep(Step):
 
     @property
     def is_over(self) -> bool:
-        """Whether backward has come to its end, or nothing is left that it could be called for."""
-        return not self.draft.open_handles
+        """Whether backward has come to its end or failed, or nothing is left that it could be called for."""
+        return self._tracing.failed or not self.draft.open_handles
 
     @contextmanager
     def call(self, call: Call, module: nn.Module | None) -> Iterator[None]:
@@ -113,7 +114,7 @@ class UnknownStep(Step):
     def known(self) -> Known | None:
         """Return what was learnt, if it is a whole step of the kind that a plan can be made for."""
         draft = self.draft
-        if draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
+        if self._tracing.failed or draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
             return None
         return Known(self._tracing.finished(), tuple(self._calls), tuple(draft.spans), tuple(self._packed))
 
@@ -148,8 +149,12 @@ class _Follower(Recorder):
         return super()._compute(facts, args, kwargs)
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self.limiter.make_room_for(func, args, kwargs)
-        return self.limiter.retried(lambda: passed_on(func, args, kwargs))
+        if self.limiter.awake:
+            self.limiter.make_room_for(func, args, kwargs)
+        try:
+            return passed_on(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            return self.limiter.retried(lambda: passed_on(func, args, kwargs))
 
     def standing(self) -> Iterator[Standing]:
         """Say what stands on the device now."""
@@ -194,7 +199,7 @@ class _FollowingHooks(Hooks):
 
 
 @final
-class _WatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WatchMode(OurMode):  # type: ignore[no-untyped-call]
     """Counts what operators make, forward, backward and in replays, and starts those over that run out of memory."""
 
     def __init__(self, recorder: _Follower) -> None:
@@ -202,6 +207,7 @@ class _WatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._limiter = recorder.limiter
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -40,6 +40,8 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         """Code that a plan can decide about is running."""
         self.closed = False
         """It has seen its step, or failed, and only waits for a chance to leave."""
+        self.failed = False
+        """The step did not fit into its budget."""
 
     @never_compiled
     def __torch_dispatch__(
@@ -56,7 +58,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         try:
             return self._watched(func, args, kwargs)
         except BudgetError:
-            self.closed = True
+            self.closed = self.failed = True
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -67,7 +69,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
             return recorder.backward.run(func, args, kwargs)
         if recorder.draft.events and not self.inside:
             self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
-            return passed_on(func, args, kwargs)
+            return passed_on(func, args, kwargs) if self.closed else recorder.backward.between(func, args, kwargs)
         return recorder.run(func, args, kwargs)
 
 
@@ -97,6 +99,11 @@ class Tracing:
         finally:
             self._mode.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step did not fit into its budget."""
+        return self._mode.failed or self._hooks.failed
 
     def finished(self) -> Trace:
         """Return the trace of what was recorded."""

@@ -282,7 +282,8 @@ def partial_gradients(scan: Scan) -> Step:
 
 CASES: list[Maker] = [
     named_and_reordered_state, growing_state, state_made_of_x, in_place_inside, functional_call_inside, hooks,
-    generators_made_and_seeded_inside, nested_that_returns_what_it_uses, nested_with_noise, nested_with_history, checkpoint_in_the_step,
+    generators_made_and_seeded_inside, nested_that_returns_what_it_uses, nested_with_noise, nested_with_history,
+    checkpoint_in_the_step,
     checkpoint_around, reentrant_checkpoint_around, saved_on_cpu, within_a_scrimp_checkpoint, fixed_point_in_the_step,
     transforms_in_the_step, derivative_by_an_alias, partial_gradients,
 ]  # fmt: skip
