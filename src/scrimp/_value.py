@@ -353,8 +353,7 @@ def _hold_what_lives(value: Value) -> bool:
     tensor = value.born()
     if tensor is None or not _is_still(tensor, value) or not value.is_what_was_made(tensor):
         return False
-    alias = share(tensor)
-    value.hold(alias, alias)
+    value.hold_through(tensor)
     return True
 
 
