@@ -117,7 +117,7 @@ class Value:
     external = False
     """It was there before the session: it costs nothing, since the session could not free it."""
     owner: Callable[[], Tensor | None] = staticmethod(_gone)
-    """Of a view of a leaf, such as a transposed weight: the leaf, which outlives the view."""
+    """Of a view of a leaf, such as a transposed weight: the leaf."""
     rooted = False
     """It stays held while the session is open, demanded or not, since nobody could bring it back."""
     tensor: Tensor | None = None
@@ -353,18 +353,16 @@ def _hold_what_lives(value: Value) -> bool:
     tensor = value.born()
     if tensor is None or not _is_still(tensor, value) or not value.is_what_was_made(tensor):
         return False
-    alias = share(tensor)
-    value.hold(alias, alias)
+    value.hold_through(tensor)
     return True
 
 
 def _is_still(tensor: Tensor, value: Value) -> bool:
     """Tell whether a tensor has the memory that a value was born in, as it was then."""
-    if value.overwritten or tensor._version != value.at_birth:
-        return False
     storage = value.storage() if value.storage is not None else None
     # Otherwise the tensor object has been given other memory since, by assigning to its ``data``.
-    return storage is not None and tensor.untyped_storage()._cdata == storage._cdata
+    same = storage is not None and tensor.untyped_storage()._cdata == storage._cdata
+    return same and not value.overwritten and tensor._version == value.at_birth
 
 
 _VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView

@@ -18,7 +18,7 @@ from scrimp._solve import frontier, plan
 from scrimp._solve._joint import JointPlanner
 from scrimp._solve._offload import Offload
 from scrimp._solve._planner import Planner
-from scrimp._trace import Trace
+from scrimp._trace import Op, Release, Run, Trace, Unpack, Value
 from scrimp.errors import BudgetError, PlanError
 
 from .machine import Machine
@@ -27,6 +27,8 @@ from .programs import random_trace, randoms
 
 GIB = 1 << 30
 LINK = 51 * GIB
+PIECE = 4096  # what the smallest value takes of a store
+LARGE = 2 * PIECE
 
 
 def linked(trace: Trace, bandwidth: float = LINK) -> Trace:
@@ -47,7 +49,7 @@ def taken(trace: Trace, made: Plan) -> int:
 MODELS = {"gpt": lambda: gpt(layers=2, vocabulary=2000), "resnet": lambda: resnet(blocks=4), "unet": unet}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "unet"))])
 @pytest.mark.parametrize("fraction", [0.85, 0.6])
 def test_a_store_makes_no_plan_slower(name: str, fraction: float) -> None:
     """At each budget the joint plan keeps its word, and takes no longer than the plan of keeps and drops."""
@@ -82,16 +84,14 @@ def test_the_host_holds_what_is_stored() -> None:
     budget = int(simulate(trace).peak * 0.8)
     plans = [plan(trace, budget, host=limit) for limit in (1, GIB // 8, GIB // 2)]
     assert not stored(plans[0])
-    assert [taken(trace, made) <= limit for made, limit in zip(plans[1:], (GIB // 8, GIB // 2), strict=True)]
     assert 0 < taken(trace, plans[1]) <= GIB // 8 < taken(trace, plans[2]) <= GIB // 2
 
 
 def test_host_and_disk_add_up() -> None:
     """A plan for both has the bytes of both."""
-    trace = linked(gpt(layers=3, vocabulary=4000))
-    budget = int(simulate(trace).peak * 0.8)
-    half = GIB // 8
-    assert plan(trace, budget, host=half, disk=half) == plan(trace, budget, host=2 * half)
+    plans = [plan(pressed(16.0), 2 * LARGE, host=LARGE, disk=tier) for tier in (None, LARGE)]
+    assert [len(stored(made)) for made in plans] == [1, 2]
+    assert plans[1] == plan(pressed(16.0), 2 * LARGE, host=2 * LARGE)
 
 
 def test_a_store_makes_room_below_what_replays_reach() -> None:
@@ -122,11 +122,11 @@ def test_a_trace_without_bandwidths_is_refused() -> None:
 
 def test_joint_planning_is_deterministic() -> None:
     """The same arguments give the same plan."""
-    trace = linked(gpt(layers=1, vocabulary=2000))
-    budget = int(simulate(trace).peak * 0.7)
-    assert plan(trace, budget, host="8GiB") == plan(trace, budget, host="8GiB")
+    trace = pressed(2.0)
+    assert plan(trace, 2 * LARGE, host="8GiB") == plan(trace, 2 * LARGE, host="8GiB")
 
 
+@pytest.mark.slow
 def test_the_joint_frontier_lies_below_the_other() -> None:
     """It is monotone, and at none of the other's budgets slower."""
     trace = linked(gpt(layers=1, vocabulary=2000))
@@ -162,10 +162,13 @@ def test_stores_are_placed_where_they_are_simulated(random: Random) -> None:
         for value in facts.decided
         if value in facts.droppable and random.random() < 0.4
     }
-    budget = random.randint(5, simulate(trace, drops).peak)
-    decisions = Offload(facts, drops, capacity=1 << 20).within(budget)
-    if decisions is not None:
-        assert simulate(trace, decisions).peak <= budget
+    capacity = random.choice((PIECE, 2 * PIECE, 1 << 20))
+    offload = Offload(facts, drops, capacity)
+    for budget in range(5, simulate(trace, drops).peak + 1):
+        decisions = offload.within(budget)
+        if decisions is not None:
+            assert simulate(trace, decisions).peak <= budget
+            assert PIECE * sum(isinstance(one, Store) for one in decisions.values()) <= capacity
 
 
 def every_plan(facts: Index) -> Iterator[tuple[int, float]]:
@@ -181,17 +184,46 @@ def every_plan(facts: Index) -> Iterator[tuple[int, float]]:
         yield timeline.peak, timeline.seconds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(randoms)
 def test_the_joint_bound_holds_for_every_plan(random: Random) -> None:
     """No plan with stores, of all that there are, is faster than the bound for its budget."""
-    bandwidth = random.choice((0.5, 2.0, 8.0))
-    trace = linked(random_trace(random, most_ops=4), bandwidth)
+    trace = random_trace(random, most_ops=3)
+    trace = linked(trace, bandwidth=random.choice((0.5, 2.0)))
     facts = index(trace)
-    if not 0 < len(facts.decided) <= 2 or len(trace.events) > 10:
+    stores = (len(trace.ops) * len(trace.events) + 2) ** len(facts.decided)
+    if not facts.decided or stores > 5000:
         return
     planner = JointPlanner(Planner(trace), capacity=1 << 20)
     plans = list(every_plan(facts))
     for budget in {peak for peak, _ in plans}:
         best = min(seconds for peak, seconds in plans if peak <= budget)
         assert planner.bound(budget) <= best * (1 + 1e-6)
+
+
+def pressed(bandwidth: float) -> Trace:
+    """Two large values wait for backward while a long op needs room; both take long to compute again."""
+    values = (Value(1, None), Value(LARGE, 0, dies_after=1), Value(LARGE, 1, dies_after=1))
+    ops = (
+        *(Op("one", "", (0,), (1,), 6.0), Op("two", "", (1,), (2,), 6.0)),
+        *(Op("long", "", (0,), (), 4.0), Op("wide", "", (0,), (), 1.0, transient=LARGE * 3 // 2)),
+    )
+    events = (
+        *(Run("head", "", 4.0, 0, 0), Unpack(2), Run("two", "", 2.0, 0, 0), Release(2)),
+        *(Unpack(1), Run("one", "", 2.0, 0, 0), Release(1)),
+    )
+    return linked(Trace(values, ops, events), bandwidth * LARGE / 8)
+
+
+@pytest.mark.parametrize("bandwidth", [0.5, 1.0, 1.5, 2.0, 4.0, 16.0])
+def test_where_stores_pay_the_bound_holds(bandwidth: float) -> None:
+    """For a step that gains from its store, the bound is below the best of all plans, and the plan found is close."""
+    trace = pressed(bandwidth)
+    planner = JointPlanner(Planner(trace), capacity=1 << 20)
+    plans = list(every_plan(index(trace)))
+    for budget in {peak for peak, _ in plans}:
+        best = min(seconds for peak, seconds in plans if peak <= budget)
+        found = planner.solve(budget)
+        assert planner.bound(budget) <= best * (1 + 1e-6)
+        assert found is not None
+        assert found.seconds <= best * 1.25

@@ -398,3 +398,12 @@ def test_weights_that_were_changed_recompute_nothing(tmp_path: Path) -> None:
         layer.weight.add_(1)
     with pytest.raises(StoreError, match="bytes"):
         loss.backward()
+
+
+def test_writing_leaves_no_trace_on_a_storage(tmp_path: Path) -> None:
+    """A storage whose bytes are being written can be resized as before: no array has its memory."""
+    x = leaf()
+    with scrimp.session(StoreAll(Disk(tmp_path, window=1))):
+        value = x.exp()
+        value.tanh().sum().backward()
+    assert value.untyped_storage().resizable()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scrimp.errors import StoreError
 from scrimp.store._memory import Memory
@@ -81,8 +82,9 @@ def write_some(descriptor: int, content: memoryview) -> int:
 
 def _parts(memory: Memory, nbytes: int) -> Iterator[memoryview]:
     for piece in memory.pieces:
-        whole: Any = piece.numpy()
-        content = memoryview(whole)[: min(nbytes, piece.numel())]
+        # Not through NumPy: a storage that has given its memory to an array counts as changed at any time.
+        whole = (ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr()) if piece.numel() else b""
+        content = memoryview(whole).cast("B")[: min(nbytes, piece.numel())]
         nbytes -= len(content)
         for start in range(0, len(content), _STRIDE):
             yield content[start : start + _STRIDE]
