@@ -34,7 +34,7 @@ _EFFORT = 8000  # what a repair, and a search after it, may evaluate
 _EFFORT_EACH = 200  # but no more than this for each value: few values are soon exhausted
 _SEARCHED = 4  # repaired starts that are searched from
 _SMALLEST_WITHIN = 100  # the smallest peak is searched to a percent
-_SMALL = 300  # values up to which starting from everything kept is worth its time
+_SMALL = 300  # values up to which starting from everything kept, and long searches, are worth their time
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ class Planner:
         # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
         # the end: each is searched a little, the best of them longer.
         effort = min(_EFFORT, _EFFORT_EACH * len(self._values))
+        if len(self._values) > _SMALL:  # each replay takes longer, and blends have found most of what there is
+            effort //= 2
         for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
             improve(state, budget, self._values, effort, enough, seed)
             if state.seconds <= enough:
