@@ -10,9 +10,9 @@ On a GPU the models are those of ``models.py`` in their real sizes, and time is 
 :data:`MEDIUM`, large enough for their arithmetic to outweigh the cost of watching operators, and time is the
 processor's, of all threads. Rounds visit all runs in turn, so that a change of the machine's mood hits all alike; a
 time is the median of a run's ratios to the plain step of its round. The peak is of the whole step, parameters and
-inputs included: on a GPU that of the allocator, on the CPU that of the live storages. Compiled blocks allocate where these
-cannot be counted, and are measured on a GPU only. An eager alternative that no budget beats is marked, if by more than
-1% of the step's time.
+inputs included: on a GPU that of the allocator, on the CPU that of the live storages. Compiled blocks allocate where
+these cannot be counted, and are measured on a GPU only. An eager alternative that no budget beats is marked, if by
+more than 1% of the step's time.
 """
 
 import argparse
