@@ -20,10 +20,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
 from branches import Claim, on_the_cpu, on_the_gpu, plain_graphs
-from scrimp.testing import live_bytes
+from scrimp.testing import LiveBytes, live_bytes
 
 Step = Callable[[], Tensor]
 Backward = Callable[[Tensor], object]
@@ -143,14 +144,27 @@ def heads(in_sweeps: bool) -> Step:
     return step
 
 
+class Highest(TorchDispatchMode):
+    """The most bytes that were alive after an operator of its block, by a count that began earlier."""
+
+    def __init__(self, count: LiveBytes) -> None:
+        super().__init__()
+        self.count, self.peak = count, count.now
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self.count.now)
+        return result
+
+
 def peak(step: Step, run: Backward) -> int:
     """Live bytes at the worst moment of backward, of what forward and backward made."""
     gc.collect()
     with live_bytes() as count:
         loss = step()
-        count.peak = count.now
-        run(loss)
-    return count.peak
+        with Highest(count) as highest:
+            run(loss)
+    return highest.peak
 
 
 def memory(console: Console) -> list[Claim]:

@@ -2,7 +2,7 @@
 
     python benchmarks/budgets.py [--device cuda] [--budgets 10] [--steps 4] [MODEL ...]
 
-Budgets go from the peak of the plain step down to the smallest one for which a plan is found. On a GPU the process is
+Budgets go from the peak of the plain step down to the smallest one that the errors lead to. On a GPU the process is
 not allowed more memory than the budget, so that nothing can be hidden; on the CPU the live storages are counted.
 """
 
@@ -79,6 +79,19 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
+def smallest_budget(name: str, tiny: bool, device: torch.device, steps: int, resident: int) -> tuple[int, list[int]]:
+    """Follow what the errors name, from a budget that nothing can meet, to one that works."""
+    budget, named = resident + 1, []
+    while True:
+        try:
+            Run(name, tiny, device, steps, budget)
+        except scrimp.BudgetError as error:
+            named.append(error.smallest)
+            budget = max(error.smallest, int(budget * 1.01))
+        else:
+            return budget, named
+
+
 def judge(name: str, tiny: bool, device: torch.device, budgets: int, steps: int) -> bool:
     """Print a row for each budget; True if all is well."""
     plain = Run(name, tiny, device, steps, None)
@@ -86,13 +99,13 @@ def judge(name: str, tiny: bool, device: torch.device, budgets: int, steps: int)
     exact = same(plain.parameters, again.parameters)
     probe = Run(name, tiny, device, 2, plain.peak * 2)
     resident = sum(part.nbytes for part in probe.trace.resident)
-    smallest = scrimp.frontier(probe.trace, points=2)[0].peak
-    low = smallest + max(plain.peak - probe.plan.peak, 0) if device.type == "cpu" else smallest
+    low, refused = smallest_budget(name, tiny, device, steps, resident)
     unit, label = (2**30, "GiB") if not tiny else (2**20, "MiB")
     plain_ms = min(plain.seconds[1:]) * 1e3
     print(
         f"\n{name}: plain {plain.peak / unit:.2f} {label}, {plain_ms:.1f} ms, resident {resident / unit:.2f}, "
-        f"{len(probe.trace.ops)} operators, plain steps {'repeat' if exact else 'DO NOT repeat'}",
+        f"{len(probe.trace.ops)} operators, plain steps {'repeat' if exact else 'DO NOT repeat'}; smallest budget "
+        f"{low / unit:.3f}, after errors that named {[f'{named / unit:.3f}' for named in refused]}",
         flush=True,
     )
     fine = True
@@ -106,13 +119,14 @@ def judge(name: str, tiny: bool, device: torch.device, budgets: int, steps: int)
             )
             fine = False
             continue
+        predicted = run.plan.seconds / run.plan.plain_seconds - 1 if run.plan else float("nan")
         within, bits = run.peak <= budget, same(run.parameters, plain.parameters) or not exact
         fine = fine and within and bits
-        ms = min(run.seconds[2:] or run.seconds) * 1e3
+        ms = min(run.seconds[5:], default=float("nan")) * 1e3  # by then all is looked up, measured and planned
         print(
             f"  {budget / unit:8.3f} {label}  peak {run.peak / unit:8.3f} {'ok  ' if within else 'OVER'} "
             f"{'same bits' if bits else 'OTHER BITS'}  first {run.seconds[0] * 1e3:8.1f} ms, then {ms:8.1f} "
-            f"({ms / plain_ms - 1:+.1%}; predicted {run.plan.seconds / run.plan.plain_seconds - 1:+.1%})",
+            f"({ms / plain_ms - 1:+.1%}; predicted {predicted:+.1%})",
             flush=True,
         )
     return fine
@@ -123,7 +137,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--budgets", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)

@@ -1,10 +1,11 @@
 """Long loops: memory and time of scan against plain unrolling, nested torch.utils.checkpoint and, for reference, JAX.
 
-Run: python benchmarks/loops.py [--steps 512] [--repeats 3] [--device cuda]
+Run: python benchmarks/loops.py [--steps 512] [--repeats 3] [--device cuda] [--long 100000]
 
 All variants are interleaved in one run; times are medians. Memory is the peak of live bytes over forward and backward,
-parameters and xs left out. With JAX installed (pip install jax), its scan, plain and with blocks of steps checkpointed,
-runs beside them; its memory is what XLA says that the compiled step needs for temporaries.
+parameters and xs left out. With JAX and equinox installed (pip install jax equinox), JAX's scan, plain and with blocks
+of steps checkpointed, and equinox's checkpointed while loop run beside them; their memory is what XLA says that the
+compiled step needs for temporaries. --long runs a small RNN for that many steps and tells the time of each.
 """
 
 import argparse
@@ -123,35 +124,92 @@ def with_jax(steps: int, size: int, repeats: int) -> None:
         around = jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) + jnp.roll(u, 1, 1) + jnp.roll(u, -1, 1)
         return u + conductivity * (around - 4 * u)
 
-    def loss(blocks: int, wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def in_blocks(blocks: int, wrap: Callable[..., Any]) -> Callable[..., Any]:
         def run(conductivity: Any, u: Any) -> Any:
             def block(u: Any, _: Any) -> Any:
-                return jax.lax.scan(lambda u, _: (step(conductivity, u), None), u, None, length=steps // blocks)[
-                    0
-                ], None
+                one = jax.lax.scan(lambda u, _: (step(conductivity, u), None), u, None, length=steps // blocks)
+                return one[0], None
 
             return jnp.mean(jax.lax.scan(wrap(block), u, None, length=blocks)[0] ** 2)
 
         return run
 
+    def checkpointed_while(checkpoints: int) -> Callable[..., Any]:
+        def run(conductivity: Any, u: Any) -> Any:
+            final = while_loop(
+                lambda s: s[1] < steps, lambda s: (step(conductivity, s[0]), s[1] + 1), (u, 0),
+                max_steps=steps, kind="checkpointed", checkpoints=checkpoints,
+            )  # fmt: skip
+            return jnp.mean(final[0] ** 2)
+
+        return run
+
+    losses = {
+        "plain": in_blocks(steps, lambda block: block),
+        "checkpointed blocks of √n steps": in_blocks(2 ** round(math.log2(steps) / 2), jax.checkpoint),
+    }
+    if importlib.util.find_spec("equinox") is not None:
+        from equinox.internal import while_loop
+
+        for checkpoints in (20, 5):
+            losses[f"equinox while loop, checkpoints={checkpoints}"] = checkpointed_while(checkpoints)
     u, conductivity = jnp.ones((size, size)), jnp.full((size, size), 0.2)
-    table = Table(f"JAX {jax.__version__}, heat equation, {steps} steps", "ms", "time / plain", "temporaries, MiB")
-    base = None
-    for name, blocks, wrap in (
-        ("plain", steps, lambda f: f),
-        ("checkpointed blocks of √n steps", 2 ** round(math.log2(steps) / 2), jax.checkpoint),
-    ):
-        compiled = jax.jit(jax.grad(loss(blocks, wrap))).lower(conductivity, u).compile()
-        compiled(conductivity, u).block_until_ready()
-        times = []
-        for _ in range(repeats):
+    steppers = {name: jax.jit(jax.grad(loss)).lower(conductivity, u).compile() for name, loss in losses.items()}
+    times: dict[str, list[float]] = {name: [] for name in losses}
+    for turn in range(repeats + 1):
+        for name, compiled in steppers.items():
             start = time.perf_counter()
             compiled(conductivity, u).block_until_ready()
-            times.append(time.perf_counter() - start)
-        median = statistics.median(times)
-        base = base or median
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        table.add_row(name, f"{median * 1e3:.0f}", f"{median / base:.2f}", f"{temporaries / 2**20:.2f}")
+            if turn:  # the first warms up
+                times[name].append(time.perf_counter() - start)
+    table = Table(
+        f"JAX {jax.__version__}, heat equation, {size}², {steps} steps", "ms", "time / plain", "temporaries, MiB",
+        "memory / plain",
+    )  # fmt: skip
+    bases = statistics.median(times["plain"]), steppers["plain"].memory_analysis().temp_size_in_bytes
+    for name, compiled in steppers.items():
+        median, temporaries = statistics.median(times[name]), compiled.memory_analysis().temp_size_in_bytes
+        table.add_row(
+            name, f"{median * 1e3:.0f}", f"{median / bases[0]:.2f}", f"{temporaries / 2**20:.2f}",
+            f"{temporaries / bases[1]:.4f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def long_loop(steps: int) -> None:
+    """A small RNN: the peak and the time of each step do not depend on how many there are, for as many repeats."""
+    w, start = (torch.randn(32, 32) / 12).requires_grad_(), torch.rand(32)
+
+    def step(h: Tensor, _: None) -> Any:
+        return torch.mv(w, h).tanh(), None
+
+    def unrolled(length: int) -> Tensor:
+        h = start
+        for _ in range(length):
+            h, _ = step(h, None)
+        return h
+
+    def run(length: int, loop: Callable[[int], Tensor]) -> tuple[float, float, int]:
+        w.grad = None
+        begin = time.perf_counter()
+        last = loop(length)
+        between = time.perf_counter()
+        last.sum().backward()
+        done = time.perf_counter() - between
+        del last
+        with live_bytes() as counted:
+            loop(length).sum().backward()
+        return (between - begin) / length * 1e6, done / length * 1e6, counted.peak
+
+    slots = 450  # with which 2 ⋅ 10³ to 10⁵ steps are advanced over twice at most, the first time included
+    table = Table("small RNN, 32 units", "steps", "forward, µs a step", "backward, µs a step", "peak, kB")
+    for name, length, loop in (
+        ("plain", steps // 50, unrolled),
+        *((f"scan, slots={slots}", steps // share, lambda n: scrimp.scan(step, start, length=n, slots=slots)[0])
+          for share in (50, 10, 1)),
+    ):  # fmt: skip
+        forward, back, peak = run(length, loop)
+        table.add_row(name, str(length), f"{forward:.0f}", f"{back:.0f}", f"{peak / 1e3:.1f}")
     Console().print(table)
 
 
@@ -159,6 +217,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=512, help="a power of two")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--long", type=int, default=0, metavar="STEPS", help="run a small RNN for so many steps, too")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU"
@@ -175,3 +234,5 @@ if __name__ == "__main__":
         with_jax(arguments.steps, 64, arguments.repeats)
     else:
         print("JAX is not installed; its reference figures are left out")
+    if arguments.long:
+        long_loop(arguments.long)

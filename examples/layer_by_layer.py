@@ -5,41 +5,11 @@ python examples/layer_by_layer.py
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what the operator made."""
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._known:
-                self._count(value.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+from scrimp.testing import live_bytes
 
 
 def make_model() -> nn.Module:
@@ -51,7 +21,7 @@ def train_plainly(model: nn.Module, data: Tensor, steps: int) -> int:
     """The usual loop; returns the peak of its last step, in bytes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
     for _ in range(steps):
-        with LiveBytes() as memory:
+        with live_bytes() as memory:
             model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -67,7 +37,7 @@ def train_layer_by_layer(model: nn.Module, data: Tensor, steps: int) -> int:
         leaf.grad = None
 
     for _ in range(steps):
-        with LiveBytes() as memory:
+        with live_bytes() as memory:
             scrimp.backward(model(data).square().mean(), on_leaf_grad_ready=step_and_free)
     return memory.peak
 

@@ -22,14 +22,25 @@ def test_version() -> None:
 
 
 def test_demo_reports_equal_losses_and_a_lower_peak() -> None:
-    """Two runs of two steps, compared in a table and drawn."""
+    """Two runs, compared in a table and drawn: half of the memory, from the first step on."""
     console = Console(file=io.StringIO(), width=120)
-    assert demo(console, steps=2, fraction=0.5)
+    assert demo(console, steps=6, fraction=0.5)
     output = console.file.getvalue()
     assert "equal to the last bit" in output
-    row = next(line for line in output.splitlines() if "peak of live bytes" in line)
-    assert float(row.split("│")[4]) < 0.75
+    rows = [line.split("│") for line in output.splitlines() if "│ peak" in line]
+    assert len(rows) == 2
+    assert all("within" in row[4] for row in rows)
+    plain, ours = (float(rows[1][column].split()[0]) for column in (2, 3))
+    assert ours <= plain / 2
     assert "█" in output
+
+
+def test_demo_names_the_smallest_budget_when_there_is_too_little() -> None:
+    """In words, without a traceback."""
+    result = CliRunner().invoke(app, ["demo", "--steps", "1", "--fraction", "0.1"])
+    assert result.exit_code == 1
+    assert "bytes). Give at least that" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_demo_says_when_losses_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch._ops import OpOverload
 
+from scrimp._below import passed_on
 from scrimp._draft import Draft, DraftRun
 from scrimp._geometry import is_plain
 from scrimp._limiter import Limiter
@@ -49,9 +50,14 @@ class BackwardWatch:
         self._transient = max(self._transient, self._own.now + cost.transient)
         return result
 
+    def between(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that the program calls between two backward passes over one graph."""
+        self._limiter.make_room_for(func, args, kwargs)
+        return self.replay(func, args, kwargs)
+
     def replay(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator of a replay."""
-        result = self._limiter.retried(lambda: func(*args, **kwargs))
+        result = self._limiter.retried(lambda: passed_on(func, args, kwargs))
         older = {t.untyped_storage()._cdata for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)}
         for tensor in tensors_in(result):
             if is_plain(tensor) and tensor.device == self._meter.device:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, final
 
 from scrimp._budget import Budget, format_bytes, parse_budget
+from scrimp._chain_choice import chosen, described
 from scrimp._chain_layer import (
     HERE,
     Backward,
@@ -109,11 +110,12 @@ class ManualChain:
             cost: Seconds that it takes, for policies that ask; measured by default.
 
         Raises:
+            ChainError: The input has no ``nbytes``, or the cost is less than nothing.
             LayerOrderError: The chain has a layer of this name.
             BudgetError: The budget has no room for an input that has to be kept.
         """
         with self._turn:
-            record = self._new(layer_id, x, forward_fn)
+            record = self._new(layer_id, x, forward_fn, cost)
             start = time.perf_counter()
             y = forward_fn(x)
             record.seconds = time.perf_counter() - start if cost is None else cost
@@ -122,14 +124,18 @@ class ManualChain:
                 self._latest = _reference(y), record
             return y
 
-    def _new(self, layer_id: Hashable, x: Any, forward_fn: Forward) -> Record:
+    def _new(self, layer_id: Hashable, x: Any, forward_fn: Forward, cost: float | None) -> Record:
         try:
             nbytes = operator.index(x.nbytes)
         except (AttributeError, TypeError):
+            nbytes = -1
+        if nbytes < 0:
             raise ChainError(
-                f"layer {layer_id!r} needs an input with nbytes, such as a NumPy array; have a {type(x).__name__}. "
-                "Wrap it in a class that has nbytes"
-            ) from None
+                f"layer {layer_id!r} needs an input with nbytes, such as a NumPy array or a memoryview; have "
+                f"{type(x).__name__}. Wrap it in a class that has nbytes"
+            )
+        if cost is not None and not cost >= 0:
+            raise ChainError(f"the cost of layer {layer_id!r} must be 0 seconds or more; have {cost!r}")
         with self._lock:
             if layer_id in self._records:
                 raise LayerOrderError(
@@ -157,7 +163,7 @@ class ManualChain:
     def _add(self, record: Record, x: Any) -> None:
         if record.before is not None and not record.before.standing:
             record.before = None  # removed by another thread meanwhile
-        wanted = record.before is None or not self._enabled or self._decide(self._layer(record)) is KEEP
+        wanted = record.before is None or not self._enabled or self._decide(described(record)) is KEEP
         fits = wanted and self._make_room(record)
         copy = self._store.put(x) if self._store is not None and wanted and not fits else None
         if record.before is None and not fits and copy is None:
@@ -333,10 +339,13 @@ class ManualChain:
         return record
 
     def _forget(self, record: Record) -> None:
+        is_last = next(reversed(self._records.values())) is record
         del self._records[record.layer_id]
         record.standing = False
         self._set(record, State.ABSENT)
         self._ledger.made.leave(record.nbytes)
+        if is_last:
+            return  # nothing follows from it
         for one in self._records.values():
             if one.before is record:
                 one.before = None
@@ -354,36 +363,31 @@ class ManualChain:
         """Let go of as many inputs as it takes, the least worthy first. False: that is the one for which it is made."""
         refused: set[Record] = set()
         while not self._has_room(coming.nbytes if coming else 0):
-            able = [one for one in self._kept() if one not in refused and (self._store or comes_back(one))]
-            if coming is not None and (self._store or coming.before is not None):
-                able.append(coming)
-            if not able:
-                break  # what is left cannot be computed again
-            worths = {one: self._worth(self._layer(one)) for one in able}
-            least = min(able, key=lambda one: worths[one])
-            if least is coming:
+            assert self._budget is not None
+            over = self._ledger.kept.bytes + (coming.nbytes if coming else 0) - self._budget
+            able = [one for one in self._kept() if one not in refused]
+            going = chosen(able, coming, over, self._worth, self._store is not None)
+            if coming in going:
                 return False
-            copy = self._store.put(least.x) if self._store is not None else None
-            if copy is not None:
-                self._set(least, State.STORED, None, copy)
-            elif comes_back(least):
-                self._set(least, State.EVICTED)
-            else:
-                refused.add(least)
-        return True
+            if not going:
+                break  # what is left cannot be computed again
+            for one in going:
+                copy = self._store.put(one.x) if self._store is not None else None
+                if copy is not None:
+                    self._set(one, State.STORED, None, copy)
+                elif comes_back(one):
+                    self._set(one, State.EVICTED)
+                else:
+                    refused.add(one)
+        return self._has_room(coming.nbytes if coming else 0)
 
     def _kept(self) -> list[Record]:
         return [one for one in self._records.values() if one.state is State.KEPT]
 
-    def _layer(self, record: Record) -> Layer:
-        seconds, before = 0.0, record.before
-        while before is not None:
-            seconds += before.seconds
-            before = None if before.state in HERE else before.before
-        return Layer(record.layer_id, record.index, record.nbytes, seconds)
-
 
 def _for_any_input(store: ChainStore | Store) -> ChainStore:
+    if not callable(getattr(store, "put", None)):
+        raise ChainError(f"store= needs a store, such as scrimp.store.Host(), or an object with put(); have {store!r}")
     from scrimp._chain_store import arrays_in  # imports torch, which chains without a store do without
 
     return arrays_in(store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -79,10 +79,15 @@ class Record:
     """Whether it is in the chain still."""
 
 
-def comes_back(record: Record) -> bool:
+def is_here(record: Record, gone: Container[Record] = ()) -> bool:
+    """Tell whether the input can be had without computing anything, were those ``gone`` that are to go."""
+    return record.state in HERE and record not in gone
+
+
+def comes_back(record: Record, gone: Container[Record] = ()) -> bool:
     """Tell whether the input could be computed from another that is there."""
     before = record.before
-    while before is not None and before.state not in HERE:
+    while before is not None and not is_here(before, gone):
         before = before.before
     return before is not None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from scrimp._value import Blank, Call, Ref, Value
@@ -45,7 +46,10 @@ def _flops(call: Call, outputs: list[Value]) -> float:
         return float(sum(prod(value.geometry.size) for value in outputs))
     args = [_shape(noted) for noted in call.args]
     kwargs = {name: _shape(noted) for name, noted in call.kwargs.items()}
-    shapes = [list(value.geometry.size) for value in outputs]
+    if call.operator.func is torch.ops.aten.convolution_backward.default:
+        shapes = args[1:3]  # those of input and weight; some of the gradients may not be there
+    else:
+        shapes = [list(value.geometry.size) for value in outputs]
     return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import resources
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,16 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scrimp._session import Session, session
-from scrimp._simulate import simulate
-from scrimp._solve import plan
-from scrimp._tracing import trace
-from scrimp.policy import Planned
+from scrimp._budget import format_bytes
+from scrimp._limit import BudgetSession, limit
 from scrimp.testing import LiveBytes, live_bytes
 
 WIDTH, HEADS, LAYERS, LENGTH, BATCH = 96, 4, 4, 128, 8
 _BARS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64
+_COUNTED_FROM_THE_START = 4  # steps; after those every other one is counted, and the others are timed
 
 
 class Block(nn.Module):
@@ -70,13 +69,24 @@ class GPT(nn.Module):
 
 @dataclass(slots=True)
 class Run:
-    """What one training run measured."""
+    """What one training run measured.
+
+    Attributes:
+        losses: of every step.
+        seconds: forward and backward, of the steps that are timed.
+        peaks: bytes of the steps that are counted: model, optimizer state, batch, gradients, and all that is between.
+        timeline: bytes after each operator of the latest of these.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
-    seconds: float = 0.0
-    peak: int = 0
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
     timeline: list[int] = field(default_factory=list)
-    """Live bytes after each operator of the last step."""
+
+    @property
+    def milliseconds(self) -> float:
+        """The median time of a step."""
+        return median(self.seconds or [0.0]) * 1e3
 
 
 class _Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,26 +113,37 @@ def _batches(text: str, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield windows[:, :-1], windows[:, 1:]
 
 
-def _train(text: str, steps: int, within: Callable[[], AbstractContextManager[Any]], tick: Callable[[], None]) -> Run:
+def _train(text: str, steps: int, budget: int | None, tick: Callable[[Run], None]) -> tuple[Run, BudgetSession | None]:
     torch.manual_seed(0)
     model = GPT(len(set(text)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    session = None if budget is None else limit(model, budget)
     run = Run()
-    for tokens, targets in _batches(text, steps):
-        run.timeline.clear()
-        with live_bytes() as count:
+    for number, (tokens, targets) in enumerate(_batches(text, steps)):
+        counted = number < _COUNTED_FROM_THE_START or number % 2 == 0
+        run.timeline = [] if counted else run.timeline
+        with live_bytes() if counted else nullcontext() as count:
             start = time.perf_counter()
-            with _Timeline(count, run.timeline):
-                with within():
-                    loss = model(tokens, targets)
+            with nullcontext() if count is None else _Timeline(count, run.timeline):
+                loss = model(tokens, targets)
                 loss.backward()
-            run.seconds += time.perf_counter() - start
-        run.peak = max(run.peak, count.peak)
+            seconds = time.perf_counter() - start
+        if count is None:
+            run.seconds.append(seconds)
+        else:
+            held = _held(model, optimizer) + tokens.untyped_storage().nbytes()
+            run.peaks.append(held + count.peak)
+            run.timeline = [held + level for level in run.timeline]
         run.losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        tick()
-    return run
+        tick(run)
+    return run, session
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    state = [entry for entries in optimizer.state.values() for entry in entries.values() if isinstance(entry, Tensor)]
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *state))
 
 
 def _sparkline(timeline: list[int], most: int) -> str:
@@ -135,54 +156,57 @@ def _sparkline(timeline: list[int], most: int) -> str:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _progress(console: Console, name: str, steps: int) -> Iterator[Callable[[Run], None]]:
+    columns = (
+        TextColumn("{task.description:<7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )  # fmt: skip
     with Progress(*columns, console=console) as progress:
-        yield progress
+        bar = progress.add_task(name, total=steps, now="")
+
+        def tick(run: Run) -> None:
+            now = f"peak {max(run.peaks) / 2**20:.2f} MiB, loss {run.losses[-1].item():.4f}"
+            progress.update(bar, advance=1, now=now)
+
+        yield tick
 
 
 def demo(console: Console, steps: int, fraction: float) -> bool:
     """Train twice and report; True if both runs agree to the last bit."""
     text = resources.files("scrimp").joinpath("data/sonnets.txt").read_text(encoding="utf-8")
-    torch.manual_seed(0)
-    seen = trace(GPT(len(set(text))), *next(_batches(text, 1)))
-    before = sum(part.nbytes for part in seen.resident)
-    budget = before + int((simulate(seen).peak - before) * fraction)
-    made = plan(seen, budget)
-    console.print(f"A traced step: {len(seen.ops)} operators. The plan: {made}.", soft_wrap=True, highlight=False)
-    limited = session(Planned(seen, made))
-    with _progress(console) as progress:
-        plain_bar = progress.add_task("plain", total=steps)
-        plain = _train(text, steps, nullcontext, lambda: progress.advance(plain_bar))
-        bar = progress.add_task("as planned", total=steps)
-        ours = _train(text, steps, lambda: limited, lambda: progress.advance(bar))
-    _report(console, plain, ours, limited, made.peak - before)
+    with _progress(console, "plain", steps) as tick:
+        plain, _ = _train(text, steps, None, tick)
+    budget = int(max(plain.peaks) * fraction)
+    console.print(f'session = scrimp.limit(model, "{format_bytes(budget)}")', highlight=False)
+    with _progress(console, "scrimp", steps) as tick:
+        ours, session = _train(text, steps, budget, tick)
+    assert session is not None
+    _report(console, plain, ours, budget)
+    if session.plan is not None:
+        console.print(f"The plan: {session.plan}.", soft_wrap=True, highlight=False)
+    session.detach()
+    return _same(plain, ours)
+
+
+def _same(plain: Run, ours: Run) -> bool:
     return all(torch.equal(a, b) for a, b in zip(plain.losses, ours.losses, strict=True))
 
 
-def _report(console: Console, plain: Run, ours: Run, limited: Session, predicted: int) -> None:
-    steps = len(plain.losses)
-    console.print("\nLive bytes over a step, forward and then backward:")
+def _report(console: Console, plain: Run, ours: Run, budget: int) -> None:
+    most = max(plain.peaks)
+    console.print("\nBytes in use over a step, forward and then backward:")
     for name, run in (("plain", plain), ("scrimp", ours)):
-        console.print(f"  {name:<7}{_sparkline(run.timeline, plain.peak)}", highlight=False)
-    table = Table("", "plain", "scrimp", "scrimp / plain")
-    table.add_row(
-        "peak of live bytes", f"{plain.peak / 2**20:.2f} MiB", f"{ours.peak / 2**20:.2f} MiB",
-        f"{ours.peak / plain.peak:.2f}",
-    )  # fmt: skip
-    table.add_row("as predicted", "", f"{predicted / 2**20:.2f} MiB", "")
-    table.add_row(
-        "forward and backward", f"{plain.seconds / steps * 1e3:.0f} ms", f"{ours.seconds / steps * 1e3:.0f} ms",
-        f"{ours.seconds / plain.seconds:.2f}",
-    )  # fmt: skip
+        console.print(f"  {name:<7}{_sparkline(run.timeline, most)}", highlight=False)
+    table = Table("", "plain", "scrimp", "")
+    rows = (("peak, first step", plain.peaks[0], ours.peaks[0]), ("peak, all steps", most, max(ours.peaks)))
+    for name, before, now in rows:
+        verdict = f"{'within' if now <= budget else 'OVER'} {budget / 2**20:.2f} MiB"
+        table.add_row(name, f"{before / 2**20:.2f} MiB", f"{now / 2**20:.2f} MiB", verdict)
+    if plain.seconds:
+        ratio = ours.milliseconds / plain.milliseconds
+        times = (f"{run.milliseconds:.0f} ms" for run in (plain, ours))
+        table.add_row("time of a step", *times, f"{ratio - 1:+.0%}")
     table.add_row("first loss", f"{plain.losses[0].item():.9f}", f"{ours.losses[0].item():.9f}", "")
-    same = all(torch.equal(a, b) for a, b in zip(plain.losses, ours.losses, strict=True))
-    verdict = "equal to the last bit" if same else "DIFFERENT"
+    verdict = "equal to the last bit" if _same(plain, ours) else "DIFFERENT"
     table.add_row("last loss", f"{plain.losses[-1].item():.9f}", f"{ours.losses[-1].item():.9f}", verdict)
     console.print(table)
-    statistics = limited.statistics
-    console.print(
-        f"Per step, {statistics.made.total // steps} values were saved and {statistics.dropped.total // steps} of them "
-        f"dropped; {statistics.replayed_operators // steps} operators ran again.",
-        soft_wrap=True,
-    )

@@ -44,6 +44,7 @@ class Draft:
     Attributes:
         spans: the ranges of ops that ran inside of what is going to be planned; what runs outside, such as a loss that
             is computed by the training loop, cannot be dropped by a plan.
+        packed: elements of each tensor that autograd saved, in order, whatever it was.
         open_handles: how many of the saves that are written down autograd has not released.
         interleaved: the forward pass went on after backward had begun; a trace cannot say that.
     """
@@ -52,6 +53,7 @@ class Draft:
     ops: list[DraftOp] = field(default_factory=list)
     events: list[DraftRun | Unpack | Release] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    packed: list[int] = field(default_factory=list)
     kept_for_good: set[int] = field(default_factory=set)
     open_handles: int = 0
     interleaved: bool = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from scrimp._limiter import Limiter
@@ -22,7 +24,7 @@ from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
 from scrimp._tracing import StepMode, go_backward, module_paths
 from scrimp.errors import TraceError, TraceWarning
-from scrimp.policy import EveryN
+from scrimp.policy import EveryN, KeepAll
 
 _UNFOLLOWED = (
     "need a step that can be followed without data, have one that fails on the meta device: shapes that depend on "
@@ -65,29 +67,72 @@ def trace_on(on: str | Machine, fn: Callable[..., Tensor], /, *args: Any, **kwar
     peak ... GiB of 100.00 GiB, time +...
     """
     machine = machine_named(on) if isinstance(on, str) else on
-    args, kwargs = tree_map(_described, (args, kwargs))
+    try:
+        followed = follow(machine, fn, args, kwargs, budget=None)
+    except (NotImplementedError, RuntimeError) as error:
+        raise TraceError(_UNFOLLOWED.format(error)) from error
+    if followed.answered:
+        warnings.warn(_ANSWERED.format(followed.answered), TraceWarning, stacklevel=2)
+    return followed.trace
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A step that was followed on descriptions of tensors.
+
+    Attributes:
+        trace: what it would do.
+        answered: how many yes-or-no questions about data were answered with yes.
+    """
+
+    trace: Trace
+    answered: int
+
+
+def follow(
+    machine: Machine,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    budget: int | None,
+    loss_of: Callable[[Any], Tensor] = lambda loss: loss,
+    kernels: type[TorchFunctionMode] = FusedKernels,
+) -> Followed:
+    """Follow a step without running it.
+
+    Args:
+        machine: where.
+        fn: computes what ``loss_of`` makes a loss of.
+        args: passed on to it, as descriptions.
+        kwargs: passed on to it, as descriptions.
+        budget: bytes for what the step makes, beyond what is there before; None for no limit.
+        loss_of: makes a loss of what ``fn`` returns.
+        kernels: says which kernels the machine has.
+    """
+    args, kwargs = tree_map(described, (tuple(args), dict(kwargs)))
     step, parameters, buffers = _described_step(fn)
     parts = {"parameters": parameters, "buffers": buffers, "inputs": tree_leaves((args, kwargs))}
     meter = MachineMeter(machine)
     clock = Clock(meter)
-    recorder = StepRecorder(Limiter(Control(EveryN(1), verify=False), meter, budget=None), Before((), frozenset()))
+    policy = EveryN(1) if budget is None else KeepAll()
+    recorder = StepRecorder(Limiter(Control(policy, verify=False), meter, budget), Before((), frozenset()))
     try:
         with clock:
-            _record(recorder, fn if isinstance(fn, nn.Module) else None, lambda: step(*args, **kwargs))
-    except (NotImplementedError, RuntimeError) as error:
-        raise TraceError(_UNFOLLOWED.format(error)) from error
+            module = fn if isinstance(fn, nn.Module) else None
+            _record(recorder, module, lambda: loss_of(step(*args, **kwargs)), kernels())
     finally:
         recorder.close()
-    if clock.answered:
-        warnings.warn(_ANSWERED.format(clock.answered), TraceWarning, stacklevel=2)
-    return recorder.draft.finished(meter, _resident(parts, machine))
+    trace = recorder.draft.finished(meter, _resident(parts, machine))
+    return Followed(replace(trace, out_bandwidth=machine.link, in_bandwidth=machine.link), clock.answered)
 
 
-def _record(recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor]) -> None:
+def _record(
+    recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor], kernels: TorchFunctionMode
+) -> None:
     hooks, mode = StepHooks(recorder, recorder.limiter), StepMode(recorder)
     with mode:
         mode.inside = True
-        with saved_tensors_hooks(hooks.pack, hooks.unpack), FusedKernels(), META, module_paths(module, recorder):
+        with saved_tensors_hooks(hooks.pack, hooks.unpack), kernels, META, module_paths(module, recorder):
             loss = step()
         mode.inside = False
         recorder.draft.spans.append((0, len(recorder.draft.ops)))
@@ -97,7 +142,8 @@ def _record(recorder: StepRecorder, module: nn.Module | None, step: Callable[[],
 # -- descriptions --
 
 
-def _described(leaf: Any) -> Any:
+def described(leaf: Any) -> Any:
+    """Return a description of a tensor, or of a device; anything else as it is."""
     if isinstance(leaf, torch.device):
         return META
     if not isinstance(leaf, Tensor):
@@ -113,7 +159,7 @@ def _described_step(fn: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], l
     known: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
-        return known.setdefault(id(tensor), _described(tensor))
+        return known.setdefault(id(tensor), described(tensor))
 
     parameters = {name: once(tensor) for name, tensor in fn.named_parameters(remove_duplicate=False)}
     buffers = {name: once(tensor) for name, tensor in fn.named_buffers(remove_duplicate=False)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -33,9 +34,12 @@ def expect_backward(recorder: Recorder, asked_for: Value) -> None:
         outbox.before_unpacking(asked_for)
 
 
-def fetched(value: Value, recorder: Recorder, for_replay: bool = False) -> Tensor | None:
+def fetched(
+    value: Value, recorder: Recorder, for_replay: bool = False, beside: Set[Value] = frozenset()
+) -> Tensor | None:
     """Return the content of a value that is away; None where it is lost, but can be replayed.
 
+    Room for it is made, where that is scarce, without taking away the values ``beside`` it.
     It is held from now on until the pass is over, if it will be needed once more.
 
     Raises:
@@ -43,12 +47,14 @@ def fetched(value: Value, recorder: Recorder, for_replay: bool = False) -> Tenso
     """
     copy = value.copy
     assert copy is not None
+    value.scope.land(value.nbytes, beside)
     try:
         with as_recorded():
             tensor = look(copy.fetch(), value.geometry)
     except StoreError as error:
         _lost(value, error)
         return None
+    value.scope.landed(tensor)
     task = torch._C._current_graph_task_id()
     room = value.scope.room()
     if for_replay or (task != -1 and value.demand > 1 and (room is None or room >= value.nbytes)):

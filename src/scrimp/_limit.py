@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from scrimp._budget import Budget, format_bytes, parse_budget
-from scrimp._limiter import Limiter
+from scrimp._book import Book, Scheme, line
+from scrimp._budget import Budget, parse_budget
+from scrimp._elsewhere import Elsewhere
+from scrimp._limited import LimitedForward
+from scrimp._limiter import Limiter, Outlook
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
 from scrimp._plan import Plan
+from scrimp._rehearsal import Rehearsal
 from scrimp._report import Measured, Report, report_on
 from scrimp._scope import Control
-from scrimp._solve import plan as solve
 from scrimp._statistics import Statistics
 from scrimp._steps import Call, Known, KnownStep, Step, UnknownStep
 from scrimp._trace import Resident, Trace
 from scrimp._tracing import device_of
 from scrimp.errors import BudgetError, SessionError
 from scrimp.policy import KeepAll, Planned
+from scrimp.store import Disk, Host, StoreStatistics
 
 _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the budget: a few bytes change nothing
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
@@ -37,64 +39,32 @@ _TRIALS = 2  # steps for which a plan is on trial
 _FIRST_MARGIN = 0.01  # of the budget, on a GPU: what an allocator loses between the pieces of memory it gives out
 
 
-class _Line(threading.local):
-    """The step that is in progress in this thread."""
-
-    step: Step | None = None
-    owner: BudgetSession | None = None
-    depth = 0
-
-
-_line = _Line()
-
-
-@final
-class _Book:
-    """What a session knows of its steps."""
-
-    def __init__(self) -> None:
-        self.known: dict[object, Known] = {}
-        self.planned: dict[int, tuple[Trace, Plan]] = {}
-        """By the identity of what is known, the latest plan and the trace that it is for."""
-        self.settled: dict[int, int] = {}
-        """By the identity of what is known, how often what is there before it was looked up."""
-        self.carried_out: dict[int, int] = {}
-        """By the identity of what is known, in how many steps its plan was followed."""
-        self.latest: Known | None = None
-
-    def find(self, call: Call) -> Known | None:
-        """Return what is known of a step that begins with a call, after the latest one."""
-        return self.known.get((id(self.latest), call)) or self.known.get(call)
-
-    def add(self, known: Known, after: Known | None) -> None:
-        """Write down a step."""
-        self.known[id(after), known.calls[0]] = known
-        self.known[known.calls[0]] = known
-        self.latest = known
-
-    def forget(self, known: Known) -> None:
-        """Take back what turned out to differ from time to time."""
-        for key in [key for key, value in self.known.items() if value is known]:
-            del self.known[key]
+_limited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that are limited now: each is on its device while another one runs."""
 
 
 class BudgetSession:
     """Keeps steps within a budget. See :func:`scrimp.limit` and :func:`scrimp.session`."""
 
     def __init__(
-        self, budget: Budget | None, activations: Budget | None, device: torch.device, module: nn.Module | None
+        self,
+        budget: Budget | None,
+        activations: Budget | None,
+        device: torch.device,
+        module: nn.Module | None,
+        elsewhere: Elsewhere,
     ) -> None:
         if (budget is None) == (activations is None):
             raise BudgetError('need either a budget for the device, such as "8GiB", or activations=; have both or none')
         self._stated = parse_budget(budget if budget is not None else activations or 0, capacity_of(device))
         self._activations_only = budget is None
         self.device = device
-        self._module = module
+        self._module_ref = None if module is None else weakref.ref(module)
+        self._elsewhere = elsewhere
         self._control = Control(KeepAll(), verify=False)
-        self._book = _Book()
+        self._book = Book()
         self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
         self._failures = self._retries = self._tried = 0
-        self._measured = Measured()
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
 
@@ -115,28 +85,44 @@ class BudgetSession:
         """What the latest step that was recorded did; None before the first was finished."""
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known)[0]
+        if known is None:
+            return None
+        scheme = self._book.schemes.get(known)
+        return known.trace if scheme is None else scheme.trace
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the latest step, made now if need be; None before the first step was finished."""
+        """The plan for the latest step, made now if need be.
+
+        None before the first step was finished, and where no plan was found: then every step runs like the first.
+        """
         self._settle()
         known = self._book.latest
-        return None if known is None else self._current(known)[1]
+        try:
+            return None if known is None else self._current(known).plan
+        except BudgetError:
+            return None
+
+    @property
+    def stored(self) -> StoreStatistics | None:
+        """What its stores did so far and hold now."""
+        return None if self._elsewhere.store is None else self._elsewhere.store.statistics
 
     def report(self) -> Report:
         """Return what was predicted and measured: print it."""
-        plan, trace = self.plan, self.trace
-        if plan is None or trace is None:
+        self._settle()
+        known = self._book.latest
+        if known is None:
             raise SessionError("there is nothing to report yet: run a step, forward and backward, first")
-        return report_on(trace, plan, self._measured)
+        scheme = self._current(known)
+        return report_on(scheme.trace, scheme.plan, self._book.measured.get(known, Measured()), scheme.limit)
 
-    def _current(self, known: Known) -> tuple[Trace, Plan]:
-        return self._book.planned.get(id(known)) or self._planned(known, known.trace.resident)
+    def _current(self, known: Known) -> Scheme:
+        return self._book.schemes.get(known) or self._scheme(known, known.trace.resident)
 
     def detach(self) -> None:
         """Leave the model as it was before :func:`scrimp.limit`."""
-        if _line.owner is self:
+        if line.owner is self:
             _settle_line()
         if self._undo is not None:
             self._undo()
@@ -145,100 +131,137 @@ class BudgetSession:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _call(self, signature: object, inputs: list[Tensor], module: nn.Module | None) -> Iterator[None]:
+    def _call(
+        self,
+        signature: object,
+        inputs: list[Tensor],
+        module: nn.Module | None,
+        rehearsal: Callable[[], Rehearsal] | None = None,
+    ) -> Iterator[None]:
         call = Call(id(self), signature)
-        if _line.step is not None and (_line.step.is_over or _line.owner is None):
+        if line.step is not None and (line.step.is_over or line.owner is None):
             _settle_line()
-        if _line.step is None:
-            _line.step = self._begin(call, inputs)
-            _line.owner = self
-        step = _line.step
-        _line.depth += 1
+        if line.step is None:
+            line.step = self._begin(call, inputs, rehearsal)
+            line.owner = self
+        step = line.step
+        line.depth += 1
         try:
             with step.call(call, module):
                 yield
         except BaseException:
             step.finish()
-            _line.step = _line.owner = None
+            line.step = line.owner = None
             raise
         finally:
-            _line.depth -= 1
+            line.depth -= 1
 
-    def _begin(self, call: Call, inputs: list[Tensor]) -> Step:
+    def _begin(self, call: Call, inputs: list[Tensor], rehearsal: Callable[[], Rehearsal] | None) -> Step:
         known = self._book.find(call)
         if known is None:
-            before = look_before(self.device, self._modules, inputs)
-            limiter = Limiter(self._control, meter_for(self.device, before.nbytes), self._limit(before.nbytes))
-            return UnknownStep(limiter, before)
+            return self._online(inputs, rehearsal() if rehearsal is not None else None, None)
         resident = self._resident(known, inputs)
-        trace, plan = self._planned(known, resident)
+        try:
+            scheme = self._scheme(known, resident)
+        except BudgetError as error:
+            # Evicting as memory fills up may do with less than any plan that was found.
+            return self._online(inputs, None, error.smallest)
         nbytes = sum(part.nbytes for part in resident)
-        meter = meter_for(self.device, nbytes)
-        policy = Planned(trace, plan)
+        policy = Planned(scheme.trace, scheme.plan, self._elsewhere.store)
         self._control.policy = policy
-        limiter = Limiter(self._control, meter, self._limit(nbytes), awake=False)
-        on_trial = self.device.type == "cuda" and self._book.carried_out.get(id(known), 0) < _TRIALS
-        return KnownStep(limiter, known, policy, plan, on_trial)
+        limiter = Limiter(
+            self._control, meter_for(self.device, nbytes), self._limit(nbytes), self._elsewhere, awake=False
+        )
+        on_trial = self._book.carried_out.get(known, 0) < (_TRIALS if self.device.type == "cuda" else 1)
+        return KnownStep(limiter, known, policy, scheme.plan, on_trial)
+
+    def _online(self, inputs: list[Tensor], rehearsal: Rehearsal | None, smallest: int | None) -> Step:
+        """Return a step that nothing is known of, or for which no plan was found in ``smallest`` bytes."""
+        self._elsewhere.get_ready()
+        before = look_before(self.device, self._modules, inputs)
+        self._control.policy = KeepAll()
+        meter = meter_for(self.device, before.nbytes)
+        limiter = Limiter(self._control, meter, self._limit(before.nbytes), self._elsewhere)
+
+        def outlook(need: int) -> Outlook | None:
+            if smallest is not None:
+                return Outlook(max(smallest, need), "The smallest budget found to work is")
+            found = None if rehearsal is None else rehearsal.smallest(before, self.device, need)
+            return None if found is None else Outlook(found, "Rehearsed without data, forward and backward fit into")
+
+        if not self._activations_only:
+            limiter.outlook = outlook
+        return UnknownStep(limiter, before)
 
     def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
         """Return what is on the device now, before a step that is known."""
-        if id(known) in self._book.planned:
-            parts = self._book.planned[id(known)][0].resident
+        scheme = self._book.schemes.get(known)
+        if scheme is not None:
             if self.device.type == "cuda":
-                total, level = sum(part.nbytes for part in parts), CudaMeter(self.device).level()
-                if level <= total <= level + self._stated // _WORTH_A_PLAN:
-                    return parts
-            elif self._book.settled.get(id(known), 0) >= _STEPS_UNTIL_SETTLED:
-                return parts
-        self._book.settled[id(known)] = self._book.settled.get(id(known), 0) + 1
+                level = CudaMeter(self.device).level()
+                if level <= scheme.covers <= level + self._stated // _WORTH_A_PLAN:
+                    return scheme.trace.resident
+            elif self._book.settled.get(known, 0) >= _STEPS_UNTIL_SETTLED:
+                return scheme.trace.resident
+        self._book.settled[known] = self._book.settled.get(known, 0) + 1
         captured = tuple(part for part in known.trace.resident if part.name == CAPTURED)
         return (*look_before(self.device, self._modules, inputs).parts, *captured)
 
     @property
+    def _module(self) -> nn.Module | None:
+        return None if self._module_ref is None else self._module_ref()
+
+    @property
     def _modules(self) -> list[nn.Module]:
-        return [] if self._module is None else [self._module]
+        own = self._module
+        others = [module for module in _limited if module is not own]
+        return others if own is None else [own, *others]
 
     def _limit(self, before: int) -> int:
         """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""
         if not self._activations_only:
             return int(self._stated * (1 - self._margin))
-        parameters = () if self._module is None else self._module.parameters()
+        module = self._module
+        parameters = () if module is None else module.parameters()
         coming = sum(p.untyped_storage().nbytes() for p in parameters if p.requires_grad and p.grad is None)
         return before + self._stated + coming
 
-    def _planned(self, known: Known, resident: tuple[Resident, ...]) -> tuple[Trace, Plan]:
-        """Return a plan for a step that begins with ``resident`` on the device, and the trace that it is for."""
+    def _scheme(self, known: Known, resident: tuple[Resident, ...]) -> Scheme:
+        """Return a plan for a step that begins with ``resident`` on the device."""
         now = sum(part.nbytes for part in resident)
         limit = self._limit(now)
-        old = self._book.planned.get(id(known))
+        old = self._book.schemes.get(known)
         if old is not None:
-            planned = sum(part.nbytes for part in old[0].resident)
-            above = old[1].budget - planned
-            if now <= planned <= now + limit // _WORTH_A_PLAN and self._limit(planned) == old[1].budget:
+            if now <= old.covers <= now + limit // _WORTH_A_PLAN and self._limit(old.covers) == old.limit:
                 return old
-            if self._activations_only and above == limit - now:
+            if self._activations_only and old.limit - old.covers == limit - now:
                 return old
-        found = self._solved(known, resident, limit)
-        self._book.planned[id(known)] = found
-        self._book.carried_out[id(known)] = 0
+        refused = self._book.unplannable.get(known)
+        if refused is not None and limit - now <= refused[0]:
+            raise refused[1]
+        try:
+            found = self._book.schemes[known] = self._solved(known, resident, limit)
+        except BudgetError as error:
+            self._book.unplannable[known] = limit - now, error
+            raise
+        self._book.carried_out[known] = 0
         return found
 
-    def _solved(self, known: Known, resident: tuple[Resident, ...], limit: int) -> tuple[Trace, Plan]:
+    def _solved(self, known: Known, resident: tuple[Resident, ...], limit: int) -> Scheme:
+        trace = replace(known.trace, resident=resident)
         now = sum(part.nbytes for part in resident)
         grain = max(limit // _GRAIN, 1)
-        slack = Resident("allowance for what may come", -(-now // grain) * grain - now)
+        allowance = -(-now // grain) * grain - now  # for what may come
         if not self._activations_only:
             try:
-                trace = replace(known.trace, resident=(*resident, slack))
-                return trace, solve(trace, limit)
+                return Scheme(*self._elsewhere.solve(trace, limit - allowance), limit, now + allowance)
             except BudgetError:
                 pass  # it is tight: try without an allowance
-        trace = replace(known.trace, resident=resident)
-        return trace, solve(trace, limit)
+        return Scheme(*self._elsewhere.solve(trace, limit), limit, now)
 
     def _settle(self) -> None:
         """If a step of this session is over, learn from it."""
-        if _line.owner is self and _line.step is not None and _line.step.is_over:
+        if line.owner is self and line.step is not None and line.step.is_over:
             _settle_line()
 
     def _learn(self, step: Step) -> None:
@@ -247,14 +270,20 @@ class BudgetSession:
             case UnknownStep():
                 known = step.known()
                 if known is not None:
-                    self._book.add(known, before)
+                    same = self._book.find(known.calls[0])
+                    if same is None or same not in self._book.unplannable:
+                        self._book.add(known, before)
             case KnownStep():
                 self._book.latest = step.known
-                self._book.carried_out[id(step.known)] = self._book.carried_out.get(id(step.known), 0) + 1
+                self._book.carried_out[step.known] = self._book.carried_out.get(step.known, 0) + 1
                 if step.departed:
                     self._book.forget(step.known)
                 elif step.ended is not None:
-                    self._measured.add(step.limiter.meter, step.began, step.ended)
+                    measured = self._book.measured.setdefault(step.known, Measured())
+                    if step.on_trial:
+                        measured.watched(step.limiter.meter.most())
+                    else:
+                        measured.add(step.limiter.meter, step.began, step.ended)
         if self.device.type == "cuda":
             self._count_failures(step)
 
@@ -274,7 +303,7 @@ class BudgetSession:
     def __enter__(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is open already; to nest sessions, make another one")
-        if _line.depth:
+        if line.depth:
             raise SessionError("a budget is for the whole step; inside of another budget, use session(policy=...)")
         self._open = self._call(None, [], None)
         self._open.__enter__()
@@ -291,15 +320,22 @@ class BudgetSession:
 
 
 def _settle_line() -> None:
-    step, owner = _line.step, _line.owner
-    _line.step = _line.owner = None
+    step, owner = line.step, line.owner
+    line.step = line.owner = None
     if step is not None:
         step.finish()
         if owner is not None:
             owner._learn(step)
 
 
-def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget | None = None) -> BudgetSession:
+def limit(
+    model: nn.Module,
+    budget: Budget | None = None,
+    *,
+    activations: Budget | None = None,
+    host: Host | Budget | None = None,
+    disk: Disk | Budget | None = None,
+) -> BudgetSession:
     """Hold every training step of a model under a budget, from the first one on. The training loop stays as it is.
 
     The first step with inputs of a new shape is recorded while it runs, and held under the budget by dropping values as
@@ -313,6 +349,8 @@ def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget
             included: ``"8GiB"``, ``"8 GB"``, an int, or a fraction of the device such as ``0.9``.
         activations: Instead of ``budget``: bytes for what the step makes, beyond what was there before and the
             parameters' gradients.
+        host: Bytes of host memory, or a store, for what takes longer to compute again than to copy; None: none.
+        disk: Bytes of files, or a store, for what host memory cannot hold.
 
     Raises:
         BudgetError: in a step that nothing can fit into the budget; it says what stands in the way.
@@ -328,50 +366,29 @@ def limit(model: nn.Module, budget: Budget | None = None, *, activations: Budget
     """
     if not isinstance(model, nn.Module):
         raise SessionError(f"need a module to limit, have {model!r}; for other code, use scrimp.session(budget)")
-    if hasattr(model.__dict__.get("forward"), "_scrimp_session"):
+    if isinstance(model.__dict__.get("forward"), LimitedForward):
         raise SessionError("this model is limited already: call detach() of its session first")
-    session = BudgetSession(budget, activations, device_of(model, ()), model)
+    device = device_of(model, ())
+    session = BudgetSession(budget, activations, device, model, Elsewhere(host, disk, device))
     if session.device.type == "cuda":
         prefer_expandable_segments()
-    forward, own = model.forward, "forward" in model.__dict__
 
-    @functools.wraps(forward)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _line.depth or torch._C._current_graph_task_id() != -1:
-            return forward(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        signature = (str(structure), tuple(_look(leaf) for leaf in leaves), _state(model, session.device))
-        with session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], model):
-            return forward(*args, **kwargs)
+    def call(
+        leaves: list[object], signature: object, module: nn.Module, rehearsal: Callable[[], Rehearsal]
+    ) -> AbstractContextManager[None]:
+        return session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], module, rehearsal)
+
+    forward = model.forward = LimitedForward(model, session.device, call)
+    _limited.add(model)
+    name = weakref.ref(model)
 
     def undo() -> None:
-        if own:
-            model.forward = forward
-        else:
-            del model.forward
+        forward.put_back()
+        if (module := name()) is not None:
+            _limited.discard(module)
 
-    limited._scrimp_session = session  # type: ignore[attr-defined]
-    model.forward = limited
     session._undo = undo
     return session
 
 
-def _look(leaf: object) -> object:
-    match leaf:
-        case Tensor():
-            return (leaf.dtype, tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None,
-                    leaf.device, leaf.requires_grad)  # fmt: skip
-        case bool() | str() | None:
-            return leaf
-    return type(leaf)  # numbers may count steps; one that changes what runs makes the step depart from its plan
-
-
-def _state(model: nn.Module, device: torch.device) -> object:
-    """Say what else a step depends on: modes, and which gradients are there to be added to."""
-    present = sum(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    wanted = sum(parameter.requires_grad for parameter in model.parameters())
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return model.training, present, wanted, autocast
-
-
-__all__ = ["BudgetSession", "format_bytes", "limit"]
+__all__ = ["BudgetSession", "limit"]

@@ -9,18 +9,22 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch._ops import OpOverload
 
+from scrimp._below import passed_on
 from scrimp._budget import format_bytes
+from scrimp._cost import replay_seconds
+from scrimp._elsewhere import Elsewhere
 from scrimp._live import users
 from scrimp._meter import Meter
 from scrimp._predict import Forecast
 from scrimp._replay import Replay
 from scrimp._scope import Control, Scope
 from scrimp._standing import Standing, lines_of
-from scrimp._value import Value, secure
+from scrimp._value import Timing, Value, secure
 from scrimp.errors import BudgetError
 
 R = TypeVar("R")
 
+_AT_ONCE = Timing(free_at=0, fetch_at=None, turn=0)  # what is evicted goes now, and comes back when it is asked for
 _SHARE_AFTER_FAILURE = 16  # of the budget: what is evicted at least when the allocator has failed
 
 
@@ -32,6 +36,13 @@ class Cost(NamedTuple):
     transient: int
 
 
+class Outlook(NamedTuple):
+    """How many bytes a step takes, and who says so, as the beginning of a sentence."""
+
+    nbytes: int
+    source: str
+
+
 @final
 class Limiter(Scope):
     """A scope that keeps everything as long as the device has room, and evicts when something needs it.
@@ -40,15 +51,22 @@ class Limiter(Scope):
         control: of the session.
         meter: reads the device.
         budget: bytes that the device may hold; None for no limit.
+        elsewhere: where evicted values go that take longer to compute again than to copy; None: all are dropped.
         awake: whether it watches the device. A step that follows its plan needs no watching.
     """
 
-    __slots__ = ("_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "meter", "standing")
+    __slots__ = (
+        "_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "elsewhere", "meter", "outlook",
+        "standing",
+    )  # fmt: skip
 
-    def __init__(self, control: Control, meter: Meter, budget: int | None, awake: bool = True) -> None:
+    def __init__(
+        self, control: Control, meter: Meter, budget: int | None, elsewhere: Elsewhere | None = None, awake: bool = True
+    ) -> None:
         super().__init__(control, parent=None)
         self.meter = meter
         self.budget = budget
+        self.elsewhere = elsewhere
         self.awake = awake and budget is not None
         self._forecast = Forecast(meter.block)
         self._in_use: Set[Value] = frozenset()
@@ -56,6 +74,8 @@ class Limiter(Scope):
         self._promised = 0
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
+        self.outlook: Callable[[int], Outlook | None] = _unknown
+        """Says what the whole step takes, given what it takes at one moment; None where nobody knows."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -101,7 +121,7 @@ class Limiter(Scope):
             level, requested = meter.level(), meter.requested()
             meter.keep_busy()
             start = meter.mark()
-            result = func(*args, **kwargs)
+            result = passed_on(func, args, kwargs)
             end = meter.mark()
             within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
             return result, Cost(start, end, max(within, 0))
@@ -145,23 +165,58 @@ class Limiter(Scope):
             for value in chosen:
                 if value in self._in_use or not _would_be_free(value):
                     spared.append(value)
-                elif value.secured or secure(value):
+                else:
                     before = self.meter.level()
-                    value.let_go(evicted=True)
+                    if not self._send(value) and (value.copy is not None or value.secured or secure(value)):
+                        value.let_go(evicted=value.copy is None)
                     freed += max(before - self.meter.level(), 0)
         self._unrated.extend(spared)
         return freed
 
+    def _send(self, value: Value) -> bool:
+        """Send a value to a store if that is quicker than computing it again; tell whether it is gone."""
+        store = None if self.elsewhere is None else self.elsewhere.store
+        if store is None or value.copy is not None or torch._C._current_graph_task_id() != -1:
+            return False
+        assert self.elsewhere is not None
+        if replay_seconds(value) * self.elsewhere.speed.out < value.nbytes:
+            return False
+        value.store, value.timing = store, _AT_ONCE
+        self.outbox.add(value)
+        self.outbox.finish(value)
+        return value.tensor is None
+
+    def land(self, nbytes: int, beside: Set[Value]) -> None:
+        """Evict others."""
+        before, self._in_use = self._in_use, self._in_use | beside
+        try:
+            self.make_room(nbytes)
+        finally:
+            self._in_use = before
+
+    def landed(self, tensor: torch.Tensor) -> None:
+        """Count it until it dies."""
+        if self.awake:
+            self.meter.made(tensor.untyped_storage())
+
     def _impossible(self, nbytes: int) -> BudgetError:
         level = self.meter.level()
         need = level + nbytes
+        there = lines_of(self.standing())
+        outlook = self.outlook(need)
+        advice = f"Give a larger budget ({need} bytes get past this operator)"
+        if outlook is not None:
+            advice = f"{outlook.source} {format_bytes(outlook.nbytes)} ({outlook.nbytes} bytes). Give at least that"
         return BudgetError(
             f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
             f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
-            "Give a larger budget, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n"
-            + lines_of(self.standing()),
-            smallest=need,
+            f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
+            smallest=need if outlook is None else outlook.nbytes,
         )
+
+
+def _unknown(need: int) -> Outlook | None:
+    return None
 
 
 def _would_be_free(value: Value) -> bool:

@@ -37,6 +37,10 @@ class Meter(abc.ABC):
         """Return the bytes in use now."""
 
     @abc.abstractmethod
+    def most(self) -> int:
+        """Return the most bytes that were in use since the step began, as far as they are counted."""
+
+    @abc.abstractmethod
     def requested(self) -> int:
         """Return how many bytes were ever asked for; 0 where nobody counts that."""
 
@@ -80,6 +84,10 @@ class HostMeter(Meter):
         """Return the bytes in use now."""
         return self._resident + self._live.now
 
+    def most(self) -> int:
+        """Return the most bytes of storages."""
+        return self._resident + self._live.peak
+
     def requested(self) -> int:
         """Return 0: what an operator uses within itself is not seen."""
         return 0
@@ -119,6 +127,10 @@ class CudaMeter(Meter):
     def level(self) -> int:
         """Return the allocated bytes."""
         return self._stat("current")
+
+    def most(self) -> int:
+        """Return the allocator's peak, which it counts from when the program last reset it."""
+        return self._stat("peak")
 
     def requested(self) -> int:
         """Return how many bytes were ever allocated."""
@@ -226,8 +238,14 @@ def look_before(device: torch.device, modules: Iterable[nn.Module], inputs: Iter
 
 def _optimizer_state(parameters: set[int]) -> Iterator[Tensor]:
     """Yield the tensors of all optimizers that step one of these parameters."""
-    for candidate in gc.get_objects():
-        if isinstance(type(candidate), type) and issubclass(type(candidate), Optimizer):
-            for parameter, state in candidate.state.items():
-                if id(parameter) in parameters:
-                    yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    kinds = {id(kind) for kind in _kinds(Optimizer)}
+    for optimizer in [candidate for candidate in gc.get_objects() if id(type(candidate)) in kinds]:
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in parameters:
+                yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds(narrower)

@@ -62,6 +62,7 @@ class Planned(Policy):
         self._ids = {(value.op, value.output): number for number, value in enumerate(trace.values)}
         self._timings = _timings(trace, {value: plan.decisions[value] for value in stored})
         facts = index(trace)
+        self._decided = frozenset(facts.decided)
         fixed = fixed_values(facts, plan.decisions)
         self._kept = {_place(trace, value) for value in facts.decided if fixed[value]}
         self._needed = {_place(trace, value) for value in starts_unsaved(facts, plan.decisions)}
@@ -79,7 +80,14 @@ class Planned(Policy):
                 return self.store
             case Drop():
                 return DROP
+            case None if number is not None and self._is_forgotten(number):
+                return DROP
         return KEEP
+
+    def _is_forgotten(self, number: int) -> bool:
+        """Tell whether a value was saved for a part of the graph that the traced step did not go on with."""
+        op = self._trace.values[number].op
+        return number not in self._decided and op is not None and self._trace.ops[op].replayable
 
     def will_keep(self, place: tuple[int, int]) -> bool:
         """Look the place up in the plan."""

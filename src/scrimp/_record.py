@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.autograd import Variable
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
-from scrimp._compiler import never_compiled
+from scrimp._below import passed_on
+from scrimp._blanks import blanks, is_among, without_averages
 from scrimp._geometry import (
-    covers_storage,
     geometry_of,
     geometry_of_result,
     is_plain,
@@ -27,7 +23,8 @@ from scrimp._geometry import (
 from scrimp._operators import Kind, Operator, operator
 from scrimp._rng import draw_before
 from scrimp._streams import stream_of
-from scrimp._value import Blank, Call, Ref, Shown, Value, release, secure, share
+from scrimp._turns import Turns, drop_if_stale
+from scrimp._value import Blank, Call, Ref, Shown, Value, secure, share
 
 if TYPE_CHECKING:
     from scrimp._scope import Scope
@@ -50,79 +47,18 @@ class _UnrepeatableError(Exception):
     """This call cannot be noted in a way that allows it to be repeated."""
 
 
-class Recorder:
+class Recorder(Turns):
     """What is known of every storage seen since the outermost session of this thread was entered."""
 
     def __init__(self, scope: Scope) -> None:
-        self.scope = scope
-        """The innermost session now; operators are recorded under it."""
+        super().__init__(scope)
         self.paused = 0
         """How many stretches of code run now that are none of this session's business."""
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._released: deque[Value] = deque()
-        self._replayed: dict[int, set[Value]] = {}
         self._values: dict[int, Value] = {}
         self._written: list[Value] = []
         """Saved values that the last operator overwrote."""
         self._sequence = 0
         self._environment = _environment.current()
-
-    # -- one at a time ----------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Recorder:
-        self._lock.acquire()
-        self._depth += 1
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._depth == 1:
-            if self._released:
-                self._settle_released()
-            self.scope.outbox.send()
-        self._depth -= 1
-        self._lock.release()
-
-    def release_handle(self, value: Value) -> None:
-        """Take note that a handle died. That can happen anywhere, also in the middle of our own bookkeeping."""
-        self._released.append(value)
-        while self._released and self._lock.acquire(blocking=False):
-            try:
-                if self._depth:
-                    return  # whoever is at work here does it when done
-                self._settle_released()
-            finally:
-                self._lock.release()
-
-    def _settle_released(self) -> None:
-        while self._released:
-            value = self._released.popleft()
-            value.handles -= 1
-            if not value.handles and not value.external:
-                made = value.scope.ledger.made
-                made.leave(value.nbytes)
-                if not made.count:
-                    value.scope.forget_candidates()
-            if value.passing and value.secured and not value.rooted:
-                value.let_go()
-            if not value.handles:
-                value.settle()
-                _drop_if_stale(value)
-            release(value)
-
-    def drop_again_after(self, task: int, values: set[Value]) -> None:
-        """When backward pass ``task`` is over, drop what it replayed and did not use up, as with ``retain_graph``."""
-        if task not in self._replayed:
-            self._replayed[task] = set()
-            Variable._execution_engine.queue_callback(lambda: self._drop_again(task))
-        self._replayed[task] |= values
-
-    def _drop_again(self, task: int) -> None:
-        with self:
-            for value in self._replayed.pop(task):
-                if value.tensor is not None and (value.secured or value.copy is not None) and not value.rooted:
-                    value.let_go()
-            self.scope.outbox.after_backward()
 
     # -- storages and their values ----------------------------------------------------------------------------------
 
@@ -130,13 +66,22 @@ class Recorder:
         """Return the value that a tensor looks at if that is certain at first sight."""
         if not is_strided(tensor):
             return None
-        value = self._values.get(tensor.untyped_storage()._cdata)
-        return None if value is None or tensor._version > value.at_birth else value
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
+        if value is None or tensor._version > value.at_birth or (value.call is not None and not storage.resizable()):
+            return None
+        return value
 
     def find(self, tensor: Tensor) -> Value:
         """Return the value that a tensor looks at now; one that was not made under our eyes becomes a source."""
-        value = self._values.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
         if value is not None:
+            if value.call is not None and not storage.resizable():
+                # An array of NumPy's shares its memory, and who has that can write without a word to anybody.
+                with self:
+                    self._before_write(tensor)
+                return self._adopt(tensor, external=value.external)
             version = tensor._version
             if version <= value.at_birth or (version <= value.seen and value.born() is not tensor):
                 return value
@@ -147,6 +92,9 @@ class Recorder:
         value = self._enter(tensor, None, 0)
         value.external = external
         if external:
+            base = tensor._base
+            if base is not None and base.is_leaf and base.requires_grad:
+                value.owner = weakref.ref(base)
             self.scope.place_input(value, tensor)
             self._root(value, tensor)
         return value
@@ -266,7 +214,7 @@ class Recorder:
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that makes something."""
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
     def _note(
         self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
@@ -278,7 +226,9 @@ class Recorder:
         """
         if not facts.replayable or not _is_grad_enabled():
             return None
-        blank = [] if not written or facts.reads_what_it_writes(args) else _blanks(written, args, kwargs)
+        blank: list[Tensor] = []
+        if written and not facts.reads_what_it_writes(args):
+            blank = blanks(written, list(tensors_in([*args, *kwargs.values()])))
         inputs: dict[Value, None] = {}
         noted_kwargs: Mapping[str, Any] = _NOTHING
         try:
@@ -287,7 +237,7 @@ class Recorder:
             if blank:
                 noted_args = [self._noted_or_blank(argument, blank, inputs) for argument in args]
                 if facts.averages:
-                    noted_args = _without_averages(facts, noted_args)
+                    noted_args = without_averages(facts, noted_args)
                 noted_kwargs = {name: self._noted_or_blank(one, blank, inputs) for name, one in kwargs.items()}
             else:
                 noted_args = [
@@ -304,12 +254,12 @@ class Recorder:
                 return None
         if _environment.changed_since(self._environment, facts.picks_kernels):
             self._environment = _environment.current()
-        changed = tuple([self.find(tensor) for tensor in written if not _is_among(tensor, blank)]) if written else ()
+        changed = tuple([self.find(tensor) for tensor in written if not is_among(tensor, blank)]) if written else ()
         return Call(facts, noted_args, noted_kwargs, tuple(inputs), changed, draw, self._environment, self._sequence)
 
     def _noted_or_blank(self, argument: Any, blank: Sequence[Tensor], inputs: dict[Value, None]) -> Any:
         """Like :meth:`_noted`, for a call that overwrites ``blank`` without reading it."""
-        if isinstance(argument, Tensor) and _is_among(argument, blank):
+        if isinstance(argument, Tensor) and is_among(argument, blank):
             return Blank(geometry_of(argument), argument.device)
         if isinstance(argument, (list, tuple)):
             return [self._noted_or_blank(one, blank, inputs) for one in argument]
@@ -325,8 +275,8 @@ class Recorder:
 
     def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
         """Return what stands for a tensor argument: the value that it shows as it was made, or another look at one."""
-        value = self._values.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
-        if value is None or tensor._version > value.at_birth:
+        value = self.known(tensor)
+        if value is None:
             if not is_plain(tensor):
                 raise _UnrepeatableError
             value = self.find(tensor)
@@ -362,7 +312,7 @@ class Recorder:
             return value.external
         if value.demand == value.handles or (value.call is not None and (value.secured or secure(value))):
             value.stale = True
-            _drop_if_stale(value)
+            drop_if_stale(value)
         else:
             if value.handles and value.witness is not None:
                 value.shown = Shown(value.tensor, value.witness, value.version)
@@ -394,31 +344,6 @@ class Recorder:
         return value
 
 
-def _without_averages(facts: Operator, noted_args: list[Any]) -> list[Any]:
-    """Leave out running averages, which a replay can do without, so that they get no memory in it."""
-    return [
-        None if isinstance(noted, Blank) and isinstance(argument.type, torch.OptionalType) else noted
-        for noted, argument in zip(noted_args, facts.func._schema.arguments, strict=False)
-    ]
-
-
-def _drop_if_stale(value: Value) -> None:
-    if not value.handles:
-        value.shown = None
-        if value.stale and value.tensor is not None:
-            value.let_go()
-
-
-def _blanks(written: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return those that are overwritten as a whole, and are not read as another argument of the same call."""
-    given = list(tensors_in([*args, *kwargs.values()]))
-    return [tensor for tensor in written if covers_storage(tensor) and sum(one is tensor for one in given) == 1]
-
-
-def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(tensor is one for one in tensors)
-
-
 def tensors_in(result: Any) -> Iterator[Tensor]:
     """Yield the tensors in what an operator returned, in order."""
     if isinstance(result, Tensor):
@@ -426,46 +351,3 @@ def tensors_in(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, (list, tuple)):
         for one in result:
             yield from tensors_in(one)
-
-
-class _Replaying(threading.local):
-    """Whether this thread is repeating operators: then no recorder takes note of them."""
-
-    active = False
-
-
-replaying = _Replaying()
-
-
-class RecordMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operator to a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as such: what its kernels make is kept."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps the method below in one that imports the compiler, seconds long, and costs a microsecond
-        # an operator. `never_compiled` does what that is for.
-        return False
-
-    @never_compiled
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if kwargs is None:
-            kwargs = _NOTHING
-        if replaying.active or self.recorder.paused or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
-        if types:
-            for kind in types:
-                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                    # A subclass with a dispatch of its own: let it take itself apart, and see what it calls.
-                    return NotImplemented
-        return self.recorder.run(func, args, kwargs)

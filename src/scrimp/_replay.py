@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp import _environment
+from scrimp._below import with_lazy_views
 from scrimp._geometry import fresh, look, private_copy
 from scrimp._operators import Frozen
-from scrimp._record import replaying, tensors_in
+from scrimp._record import tensors_in
+from scrimp._record_mode import replaying
 from scrimp._rng import drawn_again
 from scrimp._streams import used_here, wait_until
 from scrimp._value import Blank, Call, Ref, Value
@@ -194,7 +196,7 @@ def _keys_above_recording() -> torch._C.DispatchKeySet:
     with Look():  # type: ignore[no-untyped-call]
         torch.ones((), requires_grad=True).exp()
     # Without the snapshot, modes that are active around a replay, say to count memory, cannot be called (torch 2.11).
-    return seen[-1].remove(torch._C.DispatchKey.PythonTLSSnapshot)
+    return with_lazy_views(seen[-1]).remove(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 @contextmanager

@@ -21,9 +21,15 @@ _REMEMBERED = 50
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds from the beginning of a step to the end of its backward pass, of the latest steps."""
+    """What planned steps took: seconds from the beginning to the end of backward, and the peak of those on trial."""
 
+    peak: int | None = None
+    """Bytes at the worst moment of the latest step that was watched from end to end."""
     _marks: list[tuple[Any, Any, Any]] = field(default_factory=list)
+
+    def watched(self, peak: int) -> None:
+        """Take the peak of a step that was watched; watching takes time, so its time says nothing."""
+        self.peak = peak
 
     def add(self, meter: Any, began: Any, ended: Any) -> None:
         """Add a step's marks; they are read when somebody asks."""
@@ -63,6 +69,8 @@ class Report:
 
     budget: int
     peak: int
+    measured_peak: int | None
+    """Of the first step that followed the plan; later ones are not watched, which costs them nothing."""
     peak_moment: str
     at_peak: tuple[Standing, ...]
     plain_peak: int
@@ -75,14 +83,15 @@ class Report:
 
     def __str__(self) -> str:
         plain = self.plain_seconds or 1.0
+        measured = "not yet measured" if self.measured_peak is None else f"measured {format_bytes(self.measured_peak)}"
         lines = [
-            f"budget {format_bytes(self.budget)}: predicted peak {format_bytes(self.peak)}, plain "
+            f"budget {format_bytes(self.budget)}: predicted peak {format_bytes(self.peak)}, {measured}, plain "
             f"{format_bytes(self.plain_peak)}",
-            f"time: predicted {self.seconds / plain - 1:+.1%} over a plain step of {plain * 1e3:.1f} ms; no plan of "
-            f"keeping and dropping is below {self.bound_seconds / plain - 1:+.1%}",
+            f"time: predicted {self.seconds * 1e3:.1f} ms, {self.seconds / plain - 1:+.1%} over a plain step; no plan "
+            f"of keeping and dropping is below {self.bound_seconds / plain - 1:+.1%}",
         ]
         if self.measured_seconds is not None:
-            lines.append(f"measured: {self.measured_seconds * 1e3:.1f} ms, median of {self.measured_steps} steps")
+            lines[1] += f"; measured {self.measured_seconds * 1e3:.1f} ms, median of {self.measured_steps} steps"
         lines.append(f"the peak is {self.peak_moment}, where there are:")
         lines += [f"  {format_bytes(part.nbytes):>12}  {_named(part)}" for part in self.at_peak[:_STANDING]]
         lines.append(f"{'operator':<44} {'module':<24} {'kept':>10} {'dropped':>10} {'stored':>10}")
@@ -94,13 +103,14 @@ class Report:
         return "\n".join(lines)
 
 
-def report_on(trace: Trace, plan: Plan, measured: Measured) -> Report:
+def report_on(trace: Trace, plan: Plan, measured: Measured, budget: int) -> Report:
     """Explain a plan for a trace."""
     timeline = simulate(trace, plan)
     moment = timeline.peak_moment
     return Report(
-        budget=plan.budget,
+        budget=budget,
         peak=timeline.peak,
+        measured_peak=measured.peak,
         peak_moment=name_moment(trace, moment),
         at_peak=standing(trace, timeline, moment),
         plain_peak=simulate(trace).peak,

@@ -37,6 +37,10 @@ class MachineMeter(Meter):
         """Return the bytes that would be in use."""
         return self._live.now
 
+    def most(self) -> int:
+        """Return the most bytes that would have been in use."""
+        return self._live.peak
+
     def requested(self) -> int:
         """Return 0: what an operator uses within itself is not seen."""
         return 0
@@ -108,7 +112,7 @@ class FusedKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
+            return attention(*args, **kwargs)
         if func is nn.functional.dropout:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
@@ -120,7 +124,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0]
 
 
-def _attention(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,6 +134,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Do what ``scaled_dot_product_attention`` does, with a fused kernel."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -14,6 +14,7 @@ from scrimp._compiler import never_compiled
 from scrimp._fetch import expect_backward, fetched
 from scrimp._geometry import Geometry, geometry_of, is_plain, look, same_bits
 from scrimp._record import Recorder
+from scrimp._record_mode import step_aside
 from scrimp._replay import Replay
 from scrimp._scope import Scope
 from scrimp._streams import ready_now, wait_until
@@ -123,6 +124,7 @@ class Hooks:
     @never_compiled
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
+        step_aside()
         match packed:
             case Parts():
                 return packed.together(self.unpack)
@@ -203,7 +205,8 @@ def _ready_to_run(target: Value, recorder: Recorder) -> Replay:
     while True:
         replay = Replay(target)
         away = [source for source in replay.sources if source.is_away]
-        lost = [source for source in away if fetched(source, recorder, for_replay=True) is None]
+        beside = frozenset(replay.sources)
+        lost = [source for source in away if fetched(source, recorder, True, beside) is None]
         if not lost:
             return replay
 

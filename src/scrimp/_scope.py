@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -148,6 +148,12 @@ class Scope:
     def room_for(self, replay: Replay) -> AbstractContextManager[None]:
         """Have room for a replay that runs inside the block. There is nothing to do unless a device is watched."""
         return nullcontext() if self.parent is None else self.parent.room_for(replay)
+
+    def land(self, nbytes: int, beside: Set[Value]) -> None:
+        """Have room for a value that is about to come back from a store, without taking away those ``beside`` it."""
+
+    def landed(self, tensor: Tensor) -> None:
+        """Take note of memory that a value came back to."""
 
     def _excess(self, coming: Value) -> int:
         budget = self.control.policy.budget

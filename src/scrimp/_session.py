@@ -14,14 +14,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scrimp._budget import Budget
 from scrimp._compiler import never_compiled
+from scrimp._elsewhere import Elsewhere
 from scrimp._keeping import KeepingHooks
 from scrimp._limit import BudgetSession
-from scrimp._record import Recorder, RecordMode
+from scrimp._record import Recorder
+from scrimp._record_mode import RecordMode
 from scrimp._saved import Hooks
 from scrimp._scope import Control, Scope
 from scrimp._statistics import Statistics
 from scrimp.errors import PolicyError, SessionError
 from scrimp.policy import Answer, Candidate, KeepAll, Policy, as_policy
+from scrimp.store import Disk, Host
 
 
 class _Current(threading.local):
@@ -130,7 +133,12 @@ class Session:
 def session(policy: Policy | Callable[[Candidate], Answer], *, verify: bool = ...) -> Session: ...
 @overload
 def session(
-    policy: Budget | None = ..., *, activations: Budget | None = ..., device: torch.device | str | None = ...
+    policy: Budget | None = ...,
+    *,
+    activations: Budget | None = ...,
+    device: torch.device | str | None = ...,
+    host: Host | Budget | None = ...,
+    disk: Disk | Budget | None = ...,
 ) -> BudgetSession: ...
 def session(
     policy: Policy | Callable[[Candidate], Answer] | Budget | None = None,
@@ -138,6 +146,8 @@ def session(
     verify: bool = False,
     activations: Budget | None = None,
     device: torch.device | str | None = None,
+    host: Host | Budget | None = None,
+    disk: Disk | Budget | None = None,
 ) -> Session | BudgetSession:
     """Return a context manager under which autograd saves only what ``policy`` keeps, or what a budget allows.
 
@@ -153,6 +163,8 @@ def session(
             the step: ``"8GiB"``, ``"8 GB"``, an int, or a fraction of the device such as ``0.9``.
         activations: Instead of both: bytes for what the step makes, beyond what was there before.
         device: The one that a budget is for; without it the current GPU, or the CPU where there is none.
+        host: Beside a budget: bytes of host memory in which values may wait; see :func:`scrimp.limit`.
+        disk: Beside a budget: bytes of files in which values may wait.
         verify: Keep a copy of each dropped value in host memory and compare it, bit by bit, with what its replay gives;
             raise :class:`scrimp.errors.ReplayMismatchError` where they differ. For tests: it saves no memory.
 
@@ -175,5 +187,8 @@ def session(
         if verify:
             raise PolicyError("verify=True compares what a policy drops; a session with a budget has none")
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        return BudgetSession(policy, activations, torch.device(device or default), None)  # type: ignore[arg-type]
+        on = torch.device(device or default)
+        return BudgetSession(policy, activations, on, None, Elsewhere(host, disk, on))  # type: ignore[arg-type]
+    if host is not None or disk is not None:
+        raise PolicyError("host= and disk= go with a budget; a policy names its store: StoreAll(scrimp.store.Host())")
     return Session(as_policy(policy), verify)

@@ -24,6 +24,7 @@ from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
 from scrimp._value import Call, Ref, Value
+from scrimp.errors import BudgetError
 
 _SMALL = 512  # what takes no more than this part of the budget is held even though nobody may need it
 
@@ -217,6 +218,12 @@ class StepHooks(Hooks):
     def __init__(self, recorder: StepRecorder, scope: Limiter) -> None:
         super().__init__(recorder, scope)
         self._step = recorder
+        self.failed = False
+        """A replay did not fit into the budget."""
+
+    def _packed(self, tensor: Tensor, by_function: bool) -> Any:
+        self._step.draft.packed.append(tensor.numel())
+        return super()._packed(tensor, by_function)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
         super()._save(value, tensor, by_function)
@@ -233,4 +240,8 @@ class StepHooks(Hooks):
         """Give autograd the tensor that a handle stands for."""
         if isinstance(packed, Handle):
             self._step.note_unpack(packed.value)
-        return super().unpack(packed)
+        try:
+            return super().unpack(packed)
+        except BudgetError:
+            self.failed = True
+            raise

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,13 +14,20 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp._ambient import Ambient
+from scrimp._below import passed_on
+from scrimp._compiler import never_compiled
 from scrimp._draft import Draft
+from scrimp._geometry import is_plain
+from scrimp._keeping import KeepingHooks, KeptHandle
 from scrimp._limiter import Limiter
 from scrimp._meter import Before
 from scrimp._operators import Operator
-from scrimp._plan import Drop, Plan
-from scrimp._record import Recorder, RecordMode, tensors_in
+from scrimp._plan import Keep, Plan
+from scrimp._record import Recorder, tensors_in
+from scrimp._record_mode import OurMode, RecordMode, replaying
 from scrimp._saved import Hooks
+from scrimp._standing import Standing
+from scrimp._statistics import Ledger
 from scrimp._trace import Trace, Unpack
 from scrimp._tracing import Tracing
 from scrimp.policy import Planned
@@ -34,19 +41,21 @@ class Call:
     signature: object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A step that was recorded.
+    """A step that was recorded; it is itself only.
 
     Attributes:
         trace: what it did; its resident part is that of the recorded step.
         calls: the calls that it consisted of.
         spans: the ops that ran within each call.
+        packed: elements of the tensors that autograd saved within each call.
     """
 
     trace: Trace
     calls: tuple[Call, ...]
     spans: tuple[tuple[int, int], ...]
+    packed: tuple[tuple[int, ...], ...]
 
 
 class Step(abc.ABC):
@@ -73,6 +82,7 @@ class UnknownStep(Step):
     def __init__(self, limiter: Limiter, before: Before) -> None:
         self._tracing = Tracing(limiter, before)
         self._calls: list[Call] = []
+        self._packed: list[tuple[int, ...]] = []
 
     @property
     def draft(self) -> Draft:
@@ -81,19 +91,21 @@ class UnknownStep(Step):
 
     @property
     def is_over(self) -> bool:
-        """Whether backward has come to its end, or nothing is left that it could be called for."""
-        return not self.draft.open_handles
+        """Whether backward has come to its end or failed, or nothing is left that it could be called for."""
+        return self._tracing.failed or not self.draft.open_handles
 
     @contextmanager
     def call(self, call: Call, module: nn.Module | None) -> Iterator[None]:
         """Record a call. The mode stays on after it, until the step is finished."""
         self._calls.append(call)
+        first = len(self.draft.packed)
         try:
             with self._tracing.span(module):
                 yield
         except BaseException:
             self.finish()
             raise
+        self._packed.append(tuple(self.draft.packed[first:]))
 
     def finish(self) -> None:
         """Turn the recording off."""
@@ -102,24 +114,28 @@ class UnknownStep(Step):
     def known(self) -> Known | None:
         """Return what was learnt, if it is a whole step of the kind that a plan can be made for."""
         draft = self.draft
-        if draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
+        if self._tracing.failed or draft.interleaved or not any(isinstance(event, Unpack) for event in draft.events):
             return None
-        return Known(self._tracing.finished(), tuple(self._calls), tuple(draft.spans))
+        return Known(self._tracing.finished(), tuple(self._calls), tuple(draft.spans), tuple(self._packed))
 
 
 @final
 class _Follower(Recorder):
     """A recorder that compares what runs with what was recorded, and goes online where that differs."""
 
-    def __init__(self, scope: Limiter, names: Sequence[str], policy: Planned) -> None:
+    def __init__(self, scope: Limiter, trace: Trace, policy: Planned) -> None:
         super().__init__(scope)
         self.limiter = scope
         self._policy = policy
         self.departed = False
+        self.watch: Callable[[], None]
+        """Has the limiter see every operator from now on."""
         self.backward_began = False
         self.ended: Any = None
         """The mark of the moment when autograd released the last value."""
-        self._names = names
+        self._names = [op.name for op in trace.ops]
+        scope.standing = self.standing
+        self._resident = trace.resident
 
     def place(self, op: int) -> None:
         """Go to an op of the recorded step."""
@@ -133,12 +149,24 @@ class _Follower(Recorder):
         return super()._compute(facts, args, kwargs)
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self.limiter.make_room_for(func, args, kwargs)
-        result = self.limiter.retried(lambda: func(*args, **kwargs))
-        if self.departed:
-            for tensor in tensors_in(result):
-                self.limiter.meter.made(tensor.untyped_storage())
-        return result
+        if self.limiter.awake:
+            self.limiter.make_room_for(func, args, kwargs)
+        try:
+            return passed_on(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            return self.limiter.retried(lambda: passed_on(func, args, kwargs))
+
+    def standing(self) -> Iterator[Standing]:
+        """Say what stands on the device now."""
+        known = 0
+        for part in self._resident:
+            known += part.nbytes
+            yield Standing(part.name, "", part.nbytes)
+        for value in list(self._values.values()):
+            if not value.external and value.storage is not None and value.storage() is not None:
+                known += value.nbytes
+                yield Standing(value.call.name if value.call else "operators that cannot be repeated", "", value.nbytes)
+        yield Standing("gradients and other memory of backward", "", max(self.limiter.meter.level() - known, 0))
 
     def depart(self) -> None:
         """Leave the plan: from here on, make room as it is needed."""
@@ -147,7 +175,8 @@ class _Follower(Recorder):
             storage = value.storage() if not value.external and callable(value.storage) else None
             if storage is not None:
                 self.limiter.meter.made(storage)
-        self.limiter.awake = True
+        self.limiter.awake = self.limiter.budget is not None
+        self.watch()
 
     def _settle_released(self) -> None:
         super()._settle_released()
@@ -169,21 +198,71 @@ class _FollowingHooks(Hooks):
         return super().unpack(packed)
 
 
-class _RetryMode(RecordMode):  # type: ignore[no-untyped-call]
-    """Shows the operators of the forward pass to a recorder, and starts those over that run out of memory later."""
+@final
+class _WatchMode(OurMode):  # type: ignore[no-untyped-call]
+    """Counts what operators make, forward, backward and in replays, and starts those over that run out of memory."""
 
     def __init__(self, recorder: _Follower) -> None:
-        super().__init__(recorder)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self._limiter = recorder.limiter
-        self.inside = False
-        """Code of a planned call is running."""
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self.inside and torch._C._current_graph_task_id() == -1:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return self._limiter.retried(lambda: func(*args, **(kwargs or {})))
+        kwargs = kwargs or {}
+        if self._recorder.ended is not None or not isinstance(func, OpOverload):
+            return passed_on(func, args, kwargs)
+        for kind in types:
+            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                return NotImplemented
+        limiter, meter = self._limiter, self._limiter.meter
+        if not replaying.active:  # a replay has had room made for all of it
+            limiter.make_room_for(func, args, kwargs)
+        older = {t.untyped_storage()._cdata for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)}
+        result = limiter.retried(lambda: passed_on(func, args, kwargs))
+        for tensor in tensors_in(result):
+            if is_plain(tensor) and tensor.device == meter.device and tensor.untyped_storage()._cdata not in older:
+                meter.made(tensor.untyped_storage())
+        return result
+
+
+@final
+class _PlainHooks(KeepingHooks):
+    """Hooks of a step of which all is kept. They see when it saves something else than the recorded one.
+
+    Args:
+        recorder: of the step.
+        hooks: are asked instead from then on.
+        depart: is called then.
+    """
+
+    def __init__(self, recorder: _Follower, hooks: Hooks, depart: Callable[[], None]) -> None:
+        super().__init__(Ledger())
+        self._recorder = recorder
+        self._hooks = hooks
+        self._depart = depart
+        self.expected: Iterator[int] = iter(())
+        """Elements of the tensors that the running call is going to save."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Keep a tensor that autograd saves."""
+        if not self._recorder.departed and next(self.expected, -1) != tensor.numel():
+            self._recorder.limiter.meter.found(self._ledger.kept.bytes)
+            self._depart()
+        return self._hooks.pack(tensor) if self._recorder.departed else super().pack(tensor)
+
+    def unpack(self, handle: Any) -> Tensor:
+        """Give autograd the tensor again."""
+        self._recorder.backward_began = True
+        return super().unpack(handle) if isinstance(handle, KeptHandle) else self._hooks.unpack(handle)
+
+    def forget(self, storage: Any) -> None:
+        """Take note that a handle died."""
+        super().forget(storage)
+        if not self._ledger.made.count and self._recorder.backward_began:
+            self._recorder.ended = self._recorder.limiter.meter.mark()
 
 
 @final
@@ -195,21 +274,24 @@ class KnownStep(Step):
         known: what was recorded.
         policy: does what the plan says.
         plan: the plan.
-        on_trial: whether it is the first with its plan: then operators of backward, too, are started over if they run
-            out of memory, which an allocator can although the bytes suffice.
+        on_trial: whether it is the first with its plan: then its peak is measured, and operators of backward, too, are
+            started over if they run out of memory, which an allocator can although the bytes suffice.
     """
 
     def __init__(self, limiter: Limiter, known: Known, policy: Planned, plan: Plan, on_trial: bool) -> None:
         self.known = known
         self.plan = plan
         self.limiter = limiter
+        self.on_trial = on_trial
         self.began = limiter.meter.mark()
         self._policy = policy
-        self._recorder = _Follower(limiter, [op.name for op in known.trace.ops], policy)
-        self._hooks = _FollowingHooks(self._recorder, limiter)
-        self._mode = _RetryMode(self._recorder)
-        self._ambient = Ambient(self._mode) if on_trial else None
-        self._plain = not any(isinstance(decision, Drop) for decision in plan.decisions.values())
+        watch = self._watch = Ambient(_WatchMode(recorder := _Follower(limiter, known.trace, policy)))
+        recorder.watch = watch.enter
+        self._recorder = recorder
+        self._hooks = _FollowingHooks(recorder, limiter)
+        self._record = Ambient(RecordMode(recorder))
+        self._plain_hooks = _PlainHooks(recorder, self._hooks, self._depart_from_plain)
+        self._plain = all(isinstance(decision, Keep) for decision in plan.decisions.values())
         self._done = 0
 
     @property
@@ -233,28 +315,35 @@ class KnownStep(Step):
         number, self._done = self._done, self._done + 1
         if call != self.known.calls[number]:
             self._recorder.depart()
-        if self._plain and not self.departed:
-            yield  # all is kept: there is nothing to do
+        if self._plain and not (self.on_trial or self.departed):
+            yield from self._keeping_all(number)
             return
+        if self.on_trial or self.departed:
+            self._watch.enter()
         self._recorder.place(self.known.spans[number][0])
-        self._mode.inside = True
         try:
-            with ExitStack() as stack:
-                if self._ambient is None:
-                    stack.enter_context(RecordMode(self._recorder))
-                else:
-                    self._ambient.enter()
-                stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
+            with RecordMode(self._recorder), saved_tensors_hooks(self._hooks.pack, self._hooks.unpack):
                 yield
         finally:
-            self._mode.inside = False
             if self._done == len(self.known.calls):
                 self._recorder.close()
 
+    def _keeping_all(self, number: int) -> Iterator[None]:
+        hooks = self._plain_hooks
+        hooks.expected = iter(self.known.packed[number])
+        try:
+            with saved_tensors_hooks(hooks.pack, hooks.unpack):
+                yield
+        finally:
+            self._record.leave()
+
+    def _depart_from_plain(self) -> None:
+        self._recorder.depart()
+        self._record.enter()
+
     def finish(self) -> None:
         """Forget every storage."""
-        if self._ambient is not None:
-            self._ambient.leave()
+        self._watch.leave()
         if self._done < len(self.known.calls):
             self._recorder.departed = True
         self._recorder.close()

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
+from scrimp._below import passed_on
+from scrimp._compiler import never_compiled
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, Before, look_before, meter_for
-from scrimp._record import replaying
+from scrimp._record_mode import OurMode, replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
@@ -29,7 +30,7 @@ from scrimp.errors import BudgetError, TraceError
 from scrimp.policy import EveryN
 
 
-class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepMode(OurMode):  # type: ignore[no-untyped-call]
     """Shows every operator of a step to its recorder."""
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -39,20 +40,25 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Code that a plan can decide about is running."""
         self.closed = False
         """It has seen its step, or failed, and only waits for a chance to leave."""
+        self.failed = False
+        """The step did not fit into its budget."""
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.closed or not isinstance(func, OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        if self.closed:
+            return passed_on(func, args, kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented
         try:
             return self._watched(func, args, kwargs)
         except BudgetError:
-            self.closed = True
+            self.closed = self.failed = True
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -63,7 +69,7 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return recorder.backward.run(func, args, kwargs)
         if recorder.draft.events and not self.inside:
             self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs) if self.closed else recorder.backward.between(func, args, kwargs)
         return recorder.run(func, args, kwargs)
 
 
@@ -93,6 +99,11 @@ class Tracing:
         finally:
             self._mode.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step did not fit into its budget."""
+        return self._mode.failed or self._hooks.failed
 
     def finished(self) -> Trace:
         """Return the trace of what was recorded."""

@@ -116,6 +116,8 @@ class Value:
 
     external = False
     """It was there before the session: it costs nothing, since the session could not free it."""
+    owner: Callable[[], Tensor | None] = staticmethod(_gone)
+    """Of a view of a leaf, such as a transposed weight: the leaf, which outlives the view."""
     rooted = False
     """It stays held while the session is open, demanded or not, since nobody could bring it back."""
     tensor: Tensor | None = None
@@ -343,28 +345,38 @@ def _undemand(value: Value) -> None:
 
 
 def _hold_what_lives(value: Value) -> bool:
-    """Hold a value through the tensor that it was born as, if that is alive and was not written."""
+    """Hold a value through the tensor that it was born as, or its owner, if that is alive and was not written."""
+    owner = value.owner()
+    if owner is not None and _is_still(owner, value):
+        value.hold_through(owner)
+        return True
     tensor = value.born()
-    if tensor is None or value.overwritten or tensor._version != value.at_birth:
-        return False
-    storage = value.storage() if value.storage is not None else None
-    if storage is None or tensor.untyped_storage()._cdata != storage._cdata:
-        return False  # the tensor object has been given other memory since, by assigning to its ``data``
-    if not value.is_what_was_made(tensor):
+    if tensor is None or not _is_still(tensor, value) or not value.is_what_was_made(tensor):
         return False
     alias = share(tensor)
     value.hold(alias, alias)
     return True
 
 
+def _is_still(tensor: Tensor, value: Value) -> bool:
+    """Tell whether a tensor has the memory that a value was born in, as it was then."""
+    if value.overwritten or tensor._version != value.at_birth:
+        return False
+    storage = value.storage() if value.storage is not None else None
+    # Otherwise the tensor object has been given other memory since, by assigning to its ``data``.
+    return storage is not None and tensor.untyped_storage()._cdata == storage._cdata
+
+
 _VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_detach_unseen = Tensor._make_subclass
+"""``detach`` that no dispatch mode sees; a guard around the method takes as long again."""
 
 
 def share(tensor: Tensor) -> Tensor:
     """Return another tensor over the same storage and version counter, with no tie to autograd's graph."""
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEW_TRACKING):
-        with torch._C._DisableTorchDispatch():
-            return tensor.detach()
+    if not _is_excluded(_VIEW_TRACKING):
+        return _detach_unseen(Tensor, tensor)
     # Inside a dispatch mode the key that makes a view share its base's version counter is switched off.
     tracking = torch._C._dispatch_tls_local_exclude_set().remove(_VIEW_TRACKING)
     with (

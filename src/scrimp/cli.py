@@ -14,7 +14,7 @@ from scrimp._demo import demo as run_demo
 from scrimp._machine import MACHINES
 from scrimp._machine import machine as machine_named
 from scrimp._plan_command import find_trace, plans_for, read_budget, table_of
-from scrimp.errors import ScrimpError
+from scrimp.errors import BudgetError, ScrimpError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Memory-efficient backpropagation for PyTorch.")
 
@@ -36,11 +36,16 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 20,
-    fraction: Annotated[float, typer.Option(min=0.0, max=1.0, help="Aim at this part of the plain peak.")] = 0.5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 100,
+    fraction: Annotated[float, typer.Option(min=0.0, max=1.0, help="Give it this part of the plain peak.")] = 0.5,
 ) -> None:
     """Train a small GPT on the CPU, plainly and within part of its memory, and compare peak, time and loss."""
-    if not run_demo(Console(), steps, fraction):
+    try:
+        same = run_demo(Console(), steps, fraction)
+    except BudgetError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    if not same:
         typer.echo("The losses differ: this is a bug, please report it.", err=True)
         raise typer.Exit(1)
 

@@ -339,3 +339,21 @@ def test_out_argument_that_is_read_as_well() -> None:
         return y.exp() * (x + buffer).cos()
 
     assert_same_gradients(step)
+
+
+@pytest.mark.parametrize("policy", [KeepNone(), scrimp.policy.EveryN(2)])
+@pytest.mark.parametrize("needed_before", [False, True])
+def test_memory_filled_through_numpy(policy: scrimp.policy.Policy, needed_before: bool) -> None:
+    """A result that the forward pass shares with a NumPy array, and changes through it, is not computed again."""
+
+    def run(policy: scrimp.policy.Policy) -> Tensor:
+        x = torch.linspace(-1, 1, 5, requires_grad=True)
+        with scrimp.session(policy):
+            y = x.detach().sin()
+            z = (x * y).exp() if needed_before else x
+            y.numpy()[2:] = 3
+            loss = ((x + y).cos() * z).sum()
+        (gradient,) = torch.autograd.grad(loss, x)
+        return gradient
+
+    assert torch.equal(run(scrimp.policy.KeepAll()), run(policy))

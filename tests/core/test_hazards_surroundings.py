@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import scrimp
 from scrimp.policy import EveryN, KeepAll, KeepNone, Online, Policy
@@ -66,6 +67,38 @@ def test_a_region_in_a_compiled_function_runs_eagerly(way: str) -> None:
         return x.grad
 
     assert torch.equal(gradient(torch.compile(step, backend="eager")), gradient(step))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of the compiler's own
+def test_control_flow_as_an_operator() -> None:
+    """``torch.cond`` and its like, which take functions, run in a session as without one."""
+
+    def step(x: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * 2,))
+        return (y.exp() * x).sum()
+
+    x = torch.linspace(-1, 2, 5, requires_grad=True)
+    with scrimp.session(KeepNone()):
+        loss = step(x)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(step(x), x)[0])
+
+
+@pytest.mark.parametrize("policy", [KeepNone(), KeepAll()])
+def test_fake_tensors_in_a_session(policy: Policy) -> None:
+    """Tensors without data go through beside real ones."""
+    fakes = FakeTensorMode()
+    x = torch.linspace(-1, 2, 5, requires_grad=True)
+    with scrimp.session(policy):
+        y = x.sin() * x
+        with fakes:
+            described = torch.empty(4, 3, requires_grad=True)
+            loss = (described @ described.t()).sin().sum()
+        y = y.exp().sum()
+    with fakes:
+        loss.backward()
+    assert described.grad is not None
+    assert described.grad.shape == (4, 3)
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad((x.sin() * x).exp().sum(), x)[0])
 
 
 @pytest.mark.parametrize("policy", [KeepNone(), KeepAll(), Online(1 << 30), Online(100), EveryN(2)], ids=repr)

@@ -27,6 +27,13 @@ EXCLUDED = {
     "linalg_lstsq": "LAPACK's solver rounds differently from call to call",
     "linalg_lstsq_grad_oriented": "the same operator with other samples",
 }
+
+
+def differentiable_dtypes(op: OpInfo, device: str = "cpu") -> set[torch.dtype]:
+    """The dtypes in which an operator has a gradient."""
+    return op.supported_dtypes(device) & op.supported_backward_dtypes(device)
+
+
 JUDGED = [name for name in OPERATORS if name not in EXCLUDED]
 
 # Their samples are views whose memory beyond the view is read too, so a copy of the view will not do.
@@ -57,6 +64,27 @@ def test_all_samples_are_exact(name: str, random_policy: Callable[..., Any]) -> 
             assert_operator_is_exact(op, sample, KeepNone, functools.partial(random_policy, index))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in JUDGED if torch.complex128 in differentiable_dtypes(OPERATORS[name])]
+)
+def test_first_complex_samples_are_exact(name: str, random_policy: Callable[..., Any]) -> None:
+    """The first two complex samples of those operators that take real ones as well."""
+    op = OPERATORS[name]
+    for index, sample in enumerate(samples_of(op, torch.complex128, most=2)):
+        assert_operator_is_exact(op, sample, KeepNone, functools.partial(random_policy, index))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JUDGED)
+def test_backward_inside_is_exact(name: str) -> None:
+    """The first two samples, with everything dropped and backward inside the session."""
+    op = OPERATORS[name]
+    for dtype in differentiable_dtypes(op) & {torch.float64, torch.complex128}:
+        for sample in samples_of(op, dtype, most=2):
+            assert_same_outcome(lambda: make_step(op, sample), lambda: step_inside(op, sample))  # noqa: B023
+
+
 @pytest.mark.parametrize("name", EXCLUDED)
 def test_the_excluded_do_not_repeat(name: str) -> None:
     """An excluded operator differs between plain runs; if it no longer does, it must come off the list."""
@@ -82,7 +110,7 @@ def test_an_operator_that_is_not_exact_is_found() -> None:
 
 def dtypes_of(op: OpInfo, device: str = "cpu") -> list[torch.dtype]:
     """The dtypes to try: floating ones, or a complex one where the operator takes nothing else."""
-    supported = op.supported_dtypes(device) & op.supported_backward_dtypes(device)
+    supported = differentiable_dtypes(op, device)
     floating = [dtype for dtype in DTYPES if dtype in supported]
     return floating or [dtype for dtype in (torch.complex128,) if dtype in supported]
 
@@ -119,6 +147,19 @@ def assert_sessions_are_exact(op: OpInfo, sample: SampleInput, *sessions: Sessio
     except Exception as error:
         error.add_note(f"operator {op.formatted_name}, sample {sample.summary()}")
         raise
+
+
+def step_inside(op: OpInfo, sample: SampleInput) -> Step:
+    """The step with its backward pass inside a session that keeps nothing."""
+    step = make_step(op, sample)
+
+    def forward() -> object:
+        with scrimp.session(KeepNone()):
+            outputs = step.forward()
+            step.backward(outputs)
+        return outputs
+
+    return dataclasses.replace(step, forward=forward, backward=lambda outputs: None)
 
 
 def make_step(op: OpInfo, sample: SampleInput) -> Step:

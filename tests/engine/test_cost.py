@@ -75,11 +75,13 @@ def test_measurement_overrules_the_prediction(clock: Clock, in_threads: float, t
 
 
 def test_a_run_that_raises_is_no_measurement(clock: Clock) -> None:
-    """It is tried again."""
+    """However fast it was: threads are tried only after two whole runs one by one."""
     trial = Trial()
-    with pytest.raises(ZeroDivisionError):
-        trial.timed_one_by_one([lambda: clock.taking(0.5), lambda: 1 / 0])
-    assert trial.is_new
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trial.timed_one_by_one([lambda: clock.taking(0.5), lambda: 1 / 0])
+    run_serially(trial, clock, 0.5)
+    assert not trial.threaded(2)
 
 
 def test_shapes_that_cost_the_same_share_a_trial() -> None:
@@ -152,12 +154,49 @@ def test_auto_gives_the_same_bits_in_threads_and_without(monkeypatch: pytest.Mon
     assert all(len({tensor.sum().item() for tensor in same}) == 1 for same in zip(*results, strict=True))
 
 
-def test_modules_of_one_shape_bring_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``"auto"`` says once that stacking is faster; different modules bring none."""
-    monkeypatch.setattr(workers, "cores", lambda: 2)
+@pytest.mark.parametrize("cores", [1, 2])
+def test_modules_of_one_shape_bring_a_hint(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``"auto"`` says, once for these modules, that stacking is faster; also where there are no cores for threads."""
+    monkeypatch.setattr(workers, "cores", lambda: cores)
     x = torch.ones(1, 3)
     same = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    with pytest.warns(scrimp.errors.StackableBranchesWarning, match="stack_module_state"):
+    with pytest.warns(scrimp.errors.StackableBranchesWarning, match="stack_module_state") as caught:
         scrimp.parallel(same, x, threads_per_worker=1)
+    assert caught[0].filename == __file__
     scrimp.parallel(same, x, threads_per_worker=1)
-    scrimp.parallel([nn.Linear(3, 3), nn.Linear(3, 4)], x, threads_per_worker=1)
+
+
+class Scale(nn.Module):
+    """A module that prints nothing of its parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A product."""
+        return x * self.weight
+
+
+SHARED = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [nn.Linear(3, 3), nn.Linear(3, 4)],
+        [Scale(1), Scale(3)],
+        [SHARED, SHARED],
+        [nn.LazyLinear(2), nn.LazyLinear(2)],
+        [nn.Linear(3, 3)],
+    ],
+    ids=["widths", "own parameters", "shared", "lazy", "one"],
+)
+def test_what_cannot_be_stacked_brings_no_hint(modules: list[nn.Module]) -> None:
+    """Modules of several shapes, or that share parameters, or whose shapes are not known yet."""
+    assert len(scrimp.parallel(modules, torch.ones(1, 3))) == len(modules)
+
+
+def test_a_number_of_workers_brings_no_hint() -> None:
+    """Whoever says how many threads has decided."""
+    scrimp.parallel([nn.Linear(3, 3), nn.Linear(3, 3)], torch.ones(1, 3), workers=2)

@@ -177,3 +177,76 @@ def test_a_gradient_after_the_report_is_an_error() -> None:
     loss = (LateUse.apply(x, [leaf]) * leaf).sum()
     with pytest.raises(scrimp.errors.LateGradientError, match="use_reentrant=False"):
         scrimp.backward(loss, on_leaf_grad_ready=lambda leaf, gradient: None)
+
+
+def dropout_net() -> nn.Sequential:
+    """Four layers with dropout and known weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)])
+
+
+def in_regions(model: nn.Sequential, x: Tensor) -> Tensor:
+    """Each layer a region of its own."""
+    for layer in model:
+        x = scrimp.checkpoint(layer, x)
+    return x
+
+
+def in_a_region_of_regions(model: nn.Sequential, x: Tensor) -> Tensor:
+    """Regions in a region."""
+    return scrimp.checkpoint(in_regions, model, x)
+
+
+def in_a_session(model: nn.Sequential, x: Tensor) -> Tensor:
+    """Nothing is kept."""
+    with scrimp.session(policy=scrimp.policy.KeepNone()):
+        return model(x)
+
+
+def in_a_budget(model: nn.Sequential, x: Tensor) -> Tensor:
+    """A budget that a step meets."""
+    with scrimp.session("1MB"):
+        return model(x)
+
+
+@pytest.mark.parametrize("forward", [in_regions, in_a_region_of_regions, in_a_session, in_a_budget])
+def test_leaves_are_reported_through_scrimps_own_regions(forward: Any) -> None:
+    """Once each, layer by layer from the last to the first, with the gradients of the plain step."""
+    ours, theirs = dropout_net(), dropout_net()
+    x = torch.ones(2, 8)
+    torch.manual_seed(1)
+    theirs(x).square().sum().backward()
+    torch.manual_seed(1)
+    seen = reports(forward(ours, x).square().sum())
+    layer_of = {id(leaf): index for index, layer in enumerate(ours) for leaf in layer.parameters()}
+    assert [layer_of[id(leaf)] for leaf, _ in seen] == [3, 3, 2, 2, 1, 1, 0, 0]
+    expected = {id(mine): other.grad for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True)}
+    assert all(torch.equal(gradient, expected[id(leaf)]) for leaf, gradient in seen)
+
+
+@pytest.mark.parametrize(
+    "way", [in_regions, in_a_session, in_a_budget, "limit"], ids=lambda way: getattr(way, "__name__", way)
+)
+def test_layers_are_stepped_in_what_replays_from_their_weights(way: Any) -> None:
+    """A weight that is stepped as soon as it is ready is not needed by what is replayed later: the same weights."""
+    ours, theirs = dropout_net(), dropout_net()
+    steps = {leaf: torch.optim.AdamW([leaf]) for leaf in ours.parameters()}
+    whole = torch.optim.AdamW(theirs.parameters(), foreach=False)
+    limit = scrimp.limit(ours, "1MB") if way == "limit" else None
+
+    def step(leaf: Tensor, _: Tensor) -> None:
+        steps[leaf].step()
+        leaf.grad = None
+
+    for number in range(3):
+        x = torch.full((2, 8), number + 1.0)
+        torch.manual_seed(number)
+        loss = (ours(x) if limit is not None else way(ours, x)).square().sum()
+        scrimp.backward(loss, on_leaf_grad_ready=step)
+        torch.manual_seed(number)
+        theirs(x).square().sum().backward()
+        whole.step()
+        whole.zero_grad()
+    if limit is not None:
+        limit.detach()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import scrimp
+from models import MODELS as MODEL_SET
 
 
 def transformer() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
@@ -56,14 +56,7 @@ def checkpointed() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return layers, lambda m: checkpoint_sequential(m, 2, rows, use_reentrant=False).sum()
 
 
-def gpt2() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """A small GPT-2 with tied embeddings."""
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32))
-    tokens = torch.randint(0, 64, (2, 16))
-    return model, lambda m: m(input_ids=tokens, labels=tokens).loss
-
-
-MODELS = [transformer, convolutions, recurrent, checkpointed, gpt2]
+MODELS = [transformer, convolutions, recurrent, checkpointed]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"observer": scrimp.Profile()},
@@ -101,3 +94,33 @@ def test_other_orders_have_the_same_gradient(make: Callable[[], Any]) -> None:
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0])
     torch.testing.assert_close(gradients[2], gradients[0])
+
+
+WAYS: list[dict[str, Any]] = [{}, *OPTIONS[1:], {"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": "auto"}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "resnet50",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in sorted({*MODEL_SET} - {"gpt2", "resnet50"})),
+    ],
+)
+def test_the_model_set_is_bit_identical(name: str) -> None:
+    """Plainly, observed, reported and with any number of workers: twice each, so that what was measured is used."""
+    module, make_batch = MODEL_SET[name](tiny=True)
+    expected = _gradients(module, make_batch(), lambda loss: loss.backward())
+    for way in WAYS:
+        for _ in range(2):
+            found = _gradients(module, make_batch(), lambda loss, way=way: scrimp.backward(loss, **way))
+            assert found.keys() == expected.keys(), way
+            assert all(torch.equal(found[leaf], expected[leaf]) for leaf in expected), way
+
+
+def _gradients(module: nn.Module, batch: tuple[Tensor, ...], run: Callable[[Tensor], object]) -> dict[str, Tensor]:
+    """Of every parameter that has one, after one step from the same numbers."""
+    module.zero_grad()
+    torch.manual_seed(1)
+    run(module(*batch))
+    return {leaf: parameter.grad for leaf, parameter in module.named_parameters() if parameter.grad is not None}

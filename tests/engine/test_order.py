@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
 from scrimp._engine.order import imposed
+from scrimp.testing import LiveBytes, live_bytes
 
 
 class Tag(torch.autograd.Function):
@@ -95,43 +96,27 @@ def test_an_unknown_order_is_refused() -> None:
         scrimp.backward(torch.ones(1, requires_grad=True).sum(), order="sideways")  # type: ignore[arg-type]
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, while they live."""
+class Highest(TorchDispatchMode):
+    """The most bytes that were alive after an operator of its block, by a count that began earlier."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: LiveBytes) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
+        self.count, self.peak = count, count.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what the operator made."""
+        """Look after the operator."""
         result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
+        self.peak = max(self.peak, self.count.now)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key, storage.nbytes())
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-def peak_of(make: Any, order: Any) -> int:
+def peak_of(make: Callable[[], Tensor], order: Any) -> int:
     """Live bytes at the worst moment of backward, in ``order``, of what the step made."""
-    gc.collect(1)
-    with LiveBytes() as mode:
+    with live_bytes() as count:
         loss = make()
-        mode.peak = mode.live
-        scrimp.backward(loss, order=order)
-    return mode.peak
+        with Highest(count) as highest:
+            scrimp.backward(loss, order=order)
+    return highest.peak
 
 
 def wide_heads() -> Tensor:
@@ -151,14 +136,16 @@ def mlp() -> Tensor:
     return model(torch.randn(32, 64)).square().mean()
 
 
-def test_live_bytes_sees_a_storage_live_and_die() -> None:
-    """The counter goes up by a tensor's bytes and down again."""
-    with LiveBytes() as mode:
-        x = torch.zeros(256)
-        assert mode.live == 1024
-        del x
-        assert mode.live == 0
-        assert mode.peak == 1024
+def test_the_peak_is_that_of_backward() -> None:
+    """What the forward pass made and freed again does not count, what backward makes does."""
+
+    def make() -> Tensor:
+        x = torch.ones(256, requires_grad=True)
+        torch.zeros(10_000)
+        return x.sin().sum()
+
+    # A leaf, a scalar loss and its gradient; then the gradient of the leaf, for which sin's cosine is made.
+    assert peak_of(make, "torch") == 3 * 1024 + 2 * 4
 
 
 def test_memory_order_beats_torch_where_branches_wait() -> None:
@@ -172,12 +159,64 @@ def test_memory_order_is_never_worse(make: Any) -> None:
     assert peak_of(make, "memory") <= 1.01 * peak_of(make, "torch")
 
 
+def random_heads(seed: int) -> Tensor:
+    """Heads of random widths over one input, grown in turn or in disorder by operators that save little."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    x = torch.randn(64, 8, requires_grad=True)
+    masks = {width: torch.randn(64, width) for width in (16, 64, 256, 1024)}
+    heads = [x @ torch.randn(8, rng.choice(list(masks)), requires_grad=True) for _ in range(rng.randint(2, 8))]
+    in_turn = rng.random() < 0.5
+    for step in range(rng.randint(0, 3 * len(heads))):
+        index = step % len(heads) if in_turn else rng.randrange(len(heads))
+        heads[index] = _grown(rng, heads[index], masks, rng.choice(heads))
+    return sum((head * masks[head.shape[1]]).sum() if rng.random() < 0.6 else head.sum() for head in heads)
+
+
+def _grown(rng: random.Random, head: Tensor, masks: dict[int, Tensor], other: Tensor) -> Tensor:
+    match rng.randrange(7):
+        case 0 | 1:
+            return head * masks[head.shape[1]]
+        case 2:
+            return head + 1
+        case 3:
+            return (head.t() * 2).t()
+        case 4:
+            return head.sin() if rng.random() < 0.3 else -head
+        case 5:
+            return torch.cat([head[32:] * 2, head[:32]])
+        case _:
+            return head + other.mean(1, keepdim=True)
+
+
+def worse_and_better(make: Callable[[int], Tensor], seeds: range) -> tuple[list[int], int]:
+    """The seeds at which the memory order's measured peak is more than 1% above PyTorch's; how often it is below."""
+    peak_of(lambda: make(0), "torch")  # the first pass of a process makes constants that stay
+    worse, better = [], 0
+    for seed in seeds:
+        ours, theirs = (peak_of(lambda seed=seed: make(seed), order) for order in ("memory", "torch"))
+        if ours > 1.01 * theirs:
+            worse.append(seed)
+        better += ours < 0.99 * theirs
+    return worse, better
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(150), pytest.param(range(150, 1000), marks=pytest.mark.slow)], ids=["150", "1000"]
+)
+def test_memory_order_of_random_heads_is_never_worse(seeds: range) -> None:
+    """On 1,000 graphs of branches, as measured; on some it is better."""
+    worse, better = worse_and_better(random_heads, seeds)
+    assert worse == []
+    assert better > 0.02 * len(seeds)
+
+
 @pytest.mark.slow
-def test_memory_order_is_off_by_one_tensor_at_most(random_step: Any) -> None:
-    """On random graphs of 64-byte tensors the prediction misses by no more than a node's temporary."""
-    for seed in range(70):
-        ours, theirs = (peak_of(lambda seed=seed: random_step(seed).loss, order) for order in ("memory", "torch"))
-        assert ours <= theirs + 64, seed
+@pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning", "ignore:None of the inputs have:UserWarning")
+def test_memory_order_of_random_graphs_is_never_worse(random_step: Any) -> None:
+    """On 1,000 graphs with hooks, checkpoints and custom Functions, as measured."""
+    worse, _ = worse_and_better(lambda seed: random_step(seed).loss, range(1000))
+    assert worse == []
 
 
 def test_half_an_order_is_none() -> None:

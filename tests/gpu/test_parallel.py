@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import scrimp
 
+pytestmark = pytest.mark.filterwarnings("ignore:scrimp.parallel was given modules of one type:UserWarning")
+
 
 def branches(count: int, width: int) -> list[nn.Module]:
     """MLPs with known weights."""

@@ -1,7 +1,9 @@
 """Stores on a GPU: exact while copies run beside the step, memory given back in stream order, no races."""
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import scrimp
-from scrimp.policy import DROP, KEEP, Policy, StoreAll, StoreInputs, StoreLargerThan, StoreOps
+from scrimp.policy import DROP, KEEP, Planned, Policy, StoreAll, StoreInputs, StoreLargerThan, StoreOps
 from scrimp.store import Disk, Host, Store
+from scrimp.store._measure import measured
 from scrimp.testing import Step, assert_same_step
 
 aten = torch.ops.aten
@@ -281,3 +284,74 @@ def test_statistics() -> None:
     assert after.out_bandwidth > 1e9
     assert after.in_bandwidth > 1e9
     assert after.waited_seconds > 0
+
+
+def deep(width: int = 512, depth: int = 12) -> nn.Module:
+    """A network whose activations are most of what a step takes."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth))).cuda()
+
+
+def trained(net: nn.Module, steps: int) -> tuple[int, list[Tensor]]:
+    """The highest peak of a few steps, and the gradients of the last."""
+    torch.manual_seed(1)
+    batches = torch.randn(steps, 2048, 512).cuda()
+    torch.cuda.synchronize()
+    highest = 0
+    for batch in batches:
+        net.zero_grad()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        net(batch).square().mean().backward()
+        torch.cuda.synchronize()
+        highest = max(highest, torch.cuda.max_memory_allocated())
+    return highest, [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "both"])
+def test_a_budget_with_stores(kind: str, tmp_path: Path) -> None:
+    """From the first step on within the budget of the device, with the plain gradients; stores are empty in the end."""
+    plain_peak, plain = trained(deep(), 1)
+    budget = int(plain_peak * 0.7)
+    net = deep()
+    disk = Disk(tmp_path, "4GiB")
+    stores: dict[str, Any] = {"host": {"host": "4GiB"}, "disk": {"disk": disk}, "both": {"host": "64MiB", "disk": disk}}
+    session = scrimp.limit(net, budget, **stores[kind])
+    try:
+        first, gradients = trained(net, 1)
+        assert first <= budget
+        for one, other in zip(gradients, plain, strict=True):
+            assert torch.equal(one, other)
+        highest, _ = trained(net, 4)
+        assert highest <= budget
+        assert session.stored is not None
+        assert session.stored.held.count == 0
+        assert session.trace is not None
+        assert session.trace.out_bandwidth > 0
+    finally:
+        session.detach()
+
+
+def test_a_joint_plan_is_carried_out() -> None:
+    """A plan with stores, for the measured link: its peak is met, and its gradients are the plain ones."""
+    net = deep()
+    torch.manual_seed(1)
+    batch = torch.randn(2048, 512).cuda()
+    seen = scrimp.trace(lambda: net(batch).square().mean())
+    speed = measured(Host(), torch.device("cuda"))
+    linked = dataclasses.replace(seen, out_bandwidth=speed.out, in_bandwidth=speed.back)
+    plan = scrimp.plan(linked, int(scrimp.planning.simulate(linked).peak * 0.8), host="8GiB")
+    gradients = []
+    for policy in (None, Planned(linked, plan, Host())):
+        net.zero_grad()
+        torch.manual_seed(2)
+        torch.cuda.reset_peak_memory_stats()
+        with nullcontext() if policy is None else scrimp.session(policy):
+            loss = net(batch).square().mean()
+        loss.backward()
+        torch.cuda.synchronize()
+        gradients.append([one.grad for one in net.parameters() if one.grad is not None])
+        if policy is not None:
+            assert torch.cuda.max_memory_allocated() <= plan.peak * 1.01
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
 from scrimp.adjoints import Implicit
 from scrimp.solvers import Anderson, BiCGSTAB, Picard
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that were made inside and are alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._seen: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage) -> None:
-        key = storage._cdata
-        if key in self._seen:
-            return
-        size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-        def gone(_, key=key, size=size) -> None:
-            self.live -= size
-            self._seen.pop(key, None)
-
-        self._seen[key] = weakref.ref(storage, gone)
+from scrimp.testing import live_bytes
 
 
 class Block(nn.Module):
@@ -59,23 +25,12 @@ class Block(nn.Module):
         return torch.tanh(p + 0.3 * self.narrow(torch.nn.functional.gelu(self.wide(x))))
 
 
-def test_live_bytes_counts_storages_once():
-    """Views count nothing, and what is dropped is subtracted."""
-    with LiveBytes() as memory:
-        a = torch.zeros(100)
-        b = a.view(10, 10)
-        assert memory.live == 400
-        del a, b
-        assert memory.live == 0
-        assert memory.peak == 400
-
-
 def solver_peak(steps: int, solver, adjoint) -> int:
     """Peak bytes of forward and backward with exactly this many steps of a map without a fixed point."""
     block, p = Block(128), torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     drift = torch.linspace(0.5, 1.0, 128)
     options = {"batch_dims": 1, "solver": solver, "adjoint": adjoint, "on_fail": "ignore", "max_steps": steps}
-    with LiveBytes() as memory:
+    with live_bytes() as memory:
         x, info = scrimp.fixed_point(lambda x: x + block(x, p) + 2 * drift, torch.zeros(64, 128), **options)
         assert int(info.steps.max()) == steps
         x.square().sum().backward()
@@ -85,7 +40,7 @@ def solver_peak(steps: int, solver, adjoint) -> int:
 def unrolled_peak(steps: int) -> int:
     """Peak bytes of forward and backward through a plain loop."""
     block, p = Block(32), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    with LiveBytes() as memory:
+    with live_bytes() as memory:
         x = torch.zeros(64, 32)
         for _ in range(steps):
             x = block(x, p)
@@ -103,7 +58,7 @@ def test_peak_is_flat_from_ten_to_a_hundred_steps(solver):
 def test_peak_is_a_quarter_of_an_unrolled_loop():
     """The default solver and adjoint need at most a quarter of thirty recorded steps."""
     block, p = Block(32), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    with LiveBytes() as memory:
+    with live_bytes() as memory:
         x, info = scrimp.fixed_point(block, torch.zeros(64, 32), p, batch_dims=1)
         x.square().sum().backward()
     assert info.all_converged
@@ -115,11 +70,11 @@ def left_after_backward(make) -> int:
     block, p = Block(32), torch.randn(64, 32)
     for parameter in block.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with LiveBytes() as memory:
+    with live_bytes() as memory:
         x = make(block, p)
         x.square().sum().backward()
         del x
-        return memory.live
+        return memory.now
 
 
 def test_nothing_stays_after_backward():

@@ -83,6 +83,25 @@ def test_vmap(weight, in_dims):
     torch.testing.assert_close(per_sample(solution)(Ws, ps), per_sample(unrolled)(Ws, ps))
 
 
+TWICE = {
+    "vmap of jacrev": lambda f: vmap(jacrev(f)),
+    "vmap of jacfwd": lambda f: vmap(jacfwd(f)),
+    "vmap of hessian": lambda f: vmap(hessian(lambda p: f(p).square().sum())),
+    "vmap of jvp": lambda f: vmap(lambda p: jvp(f, (p,), (torch.ones_like(p),))[1]),
+    "vmap of vmap": lambda f: lambda ps: vmap(vmap(f))(torch.stack([ps, -ps])),
+    "jacrev of vmap": lambda f: jacrev(vmap(f)),
+    "hessian of vmap": lambda f: hessian(lambda ps: vmap(f)(ps).square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_maps_and_derivatives_compose(weight, name):
+    """Derivatives of maps and maps of derivatives agree with those of an unrolled loop."""
+    ps = torch.stack([P, -2 * P, 0.5 * P, P.flip(0)])
+    ours, theirs = (TWICE[name](lambda p, f=f: f(weight, p))(ps) for f in (solution, unrolled))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
 def test_module_inside_functional_call():
     """A module that solves with its own parameters listed can be differentiated by functional_call."""
 

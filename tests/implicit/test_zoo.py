@@ -10,7 +10,7 @@ from torch import nn
 
 import scrimp
 from scrimp.adjoints import Implicit, JacobianFree, Phantom
-from scrimp.errors import ConvergenceError, ConvergenceWarning, GradientWarning
+from scrimp.errors import ConvergenceWarning, GradientWarning
 from scrimp.solvers import GMRES, Anderson, Neumann, Picard
 
 DOUBLE = torch.float64
@@ -204,7 +204,7 @@ def test_nan_cotangent_stays_nan():
     x, _ = scrimp.fixed_point(lambda x: 0.5 * x + c, torch.zeros_like(c), batch_dims=1)
     upstream = torch.ones_like(x)
     upstream[1, 0] = torch.nan
-    with pytest.warns(GradientWarning):
+    with pytest.warns(GradientWarning, match=r"came in for 1 of 2 samples \(1\) is not finite"):
         (found,) = torch.autograd.grad(x, c, upstream)
     assert bool(found[1].isnan().all())
     torch.testing.assert_close(found[0], torch.full((3,), 2.0, dtype=DOUBLE))
@@ -363,80 +363,6 @@ def test_warning_points_at_the_caller():
     with pytest.warns(ConvergenceWarning) as caught:
         scrimp.fixed_point(lambda x: x + 1, torch.zeros(2))
     assert caught[0].filename == __file__
-
-
-def test_on_fail_raise():
-    """Failures raise where that was asked for, forward and backward."""
-    with pytest.raises(ConvergenceError, match="did not converge"):
-        scrimp.fixed_point(lambda x: x + 1, torch.zeros(2), on_fail="raise")
-    c = torch.ones(30, dtype=DOUBLE, requires_grad=True)
-    slopes = torch.linspace(-0.9, 0.9, 30, dtype=DOUBLE)
-    short = Implicit(GMRES(max_products=4))
-    x, _ = scrimp.fixed_point(lambda x: slopes * x + c, torch.zeros_like(c), adjoint=short, on_fail="raise")
-    with pytest.raises(ConvergenceError, match="gradient"):
-        x.square().sum().backward()
-
-
-def test_on_fail_ignore_is_silent():
-    """Failures are only recorded where that was asked for."""
-    _, info = scrimp.fixed_point(lambda x: x + 1, torch.zeros(2), on_fail="ignore")
-    assert not info.all_converged
-
-
-def test_unknown_keyword_is_an_error():
-    """Misspelled options do not pass."""
-    with pytest.raises(TypeError, match="tolerance"):
-        scrimp.fixed_point(lambda x: x, torch.zeros(2), tolerance=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"solver": "anderson"}, "solver"),
-        ({"solver": GMRES()}, "solver"),
-        ({"solver": Picard}, "solver"),
-        ({"adjoint": "implicit"}, "adjoint"),
-        ({"adjoint": GMRES()}, "adjoint"),
-    ],
-)
-def test_options_of_the_wrong_type_are_errors(options, message):
-    """What is no solver and no adjoint is refused, with what to write."""
-    with pytest.raises(TypeError, match=f"{message} must be one of"):
-        scrimp.fixed_point(lambda x: 0.5 * x, torch.zeros(2), **options)
-
-
-@pytest.mark.parametrize("linear", [Picard(), GMRES, "gmres"])
-def test_implicit_needs_a_linear_solver(linear):
-    """What solves no linear systems is refused, with what does."""
-    with pytest.raises(TypeError, match="solver of linear systems"):
-        Implicit(linear)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_fail": "shout"}, "on_fail"),
-        ({"order": 0}, "order"),
-        ({"rtol": -1.0}, "rtol"),
-        ({"rtol": float("nan")}, "rtol"),
-        ({"max_steps": -1}, "max_steps"),
-        ({"batch_dims": 2}, "batch"),
-    ],
-)
-def test_senseless_options_are_errors(options, message):
-    """Options without a meaning are refused before anything runs."""
-    with pytest.raises(ValueError, match=message):
-        scrimp.fixed_point(lambda x: 0.5 * x, torch.zeros(2), **options)
-
-
-def test_wrong_shapes_are_named():
-    """A function whose result is not like the state is refused with both shapes."""
-    with pytest.raises(ValueError, match=r"need \(2,\), have \(3,\)"):
-        scrimp.fixed_point(lambda x: torch.zeros(3), torch.zeros(2))
-    with pytest.raises(TypeError, match="built like the state"):
-        scrimp.fixed_point(lambda x: (x, x), torch.zeros(2))
-    with pytest.raises(TypeError, match="floating-point"):
-        scrimp.fixed_point(lambda x: x, torch.zeros(2, dtype=torch.long))
 
 
 def test_argmin_at_a_maximum_warns():

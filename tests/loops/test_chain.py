@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import scrimp
 from scrimp import ManualChain
@@ -103,6 +104,27 @@ def test_cheapest_goes_first() -> None:
         x = chain.forward(layer, x, square_forward, cost)
     chain.forward(3, x, square_forward, 1.0)
     assert [chain.has(layer) for layer in range(4)] == [True, False, True, True]
+
+
+def test_no_input_goes_in_vain() -> None:
+    """What went first stays after all where a larger input that goes later makes room enough."""
+    chain = ManualChain()
+    x = np.ones(1)
+    for layer, (size, cost) in enumerate([(1, 1.0), (4, 9.0), (2, 1.0), (2, 1.0)]):
+        x = chain.forward(layer, x, lambda x, size=size: np.resize(x, size), cost)
+    # Inputs of 8, 8, 32 and 16 bytes, of which the second is the cheapest; letting the third go is enough.
+    chain.budget = 32
+    assert [chain.has(layer) for layer in range(4)] == [True, True, False, True]
+
+
+def test_a_new_input_that_is_worth_least_costs_no_other() -> None:
+    """It is not kept, and nothing is let go of for it."""
+    chain = ManualChain(budget=40)
+    x = np.ones(1)
+    for layer, (size, cost) in enumerate([(1, 9.0), (1, 9.0), (3, 0.0)]):
+        x = chain.forward(layer, x, lambda x, size=size: np.resize(x, size), cost)
+    chain.forward(3, x, square_forward, 1.0)
+    assert [chain.has(layer) for layer in range(4)] == [True, True, True, False]
 
 
 def test_oldest_goes_first() -> None:
@@ -216,6 +238,52 @@ def test_what_cannot_be_used_is_refused() -> None:
         with pytest.raises(PolicyError):
             chain.forward(1, x, square_forward)
     assert issubclass(ChainError, ScrimpError)
+
+
+def test_sizes_costs_and_stores_that_make_no_sense() -> None:
+    """Errors that say what is needed, before the layer runs."""
+
+    class Negative:
+        nbytes = -1
+
+    with pytest.raises(ChainError, match="have Negative"):
+        ManualChain().forward(0, Negative(), lambda x: pytest.fail("ran"))
+    for cost in (-1.0, float("nan")):
+        with pytest.raises(ChainError, match="0 seconds or more"):
+            ManualChain().forward(0, np.ones(1), lambda x: pytest.fail("ran"), cost)
+    with pytest.raises(ChainError, match=r"scrimp\.store\.Host"):
+        ManualChain(store="/tmp")  # type: ignore[arg-type]
+
+
+def test_memory_views() -> None:
+    """Memory that a solver in another language shares."""
+
+    def flipped(x: memoryview) -> memoryview:
+        return memoryview(bytes(one ^ 1 for one in x))
+
+    chain = ManualChain(KeepNone())
+    xs = [memoryview(bytearray(b"adjoint"))]
+    for layer in range(5):
+        xs.append(chain.forward(layer, xs[-1], flipped))
+    assert chain.memory_usage == 7
+    seen: list[memoryview] = []
+    for layer in reversed(range(5)):
+        chain.backward(layer, None, flipped, lambda x, _: seen.append(x))
+    assert seen == xs[-2::-1]
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_tensors(store: bool) -> None:
+    """Tensors, whose derivatives are written by hand too."""
+    chain = ManualChain(budget=45, store=scrimp.store.Host() if store else None)
+    xs = [torch.linspace(0, 1, 5)]
+    for layer in range(6):
+        xs.append(chain.forward(layer, xs[-1], torch.sin))
+    seen: list[torch.Tensor] = []
+    for layer in reversed(range(6)):
+        chain.backward(layer, None, torch.sin, lambda x, _: seen.append(x))
+    assert all(map(torch.equal, seen, reversed(xs[:-1])))
+    assert (chain.statistics().replayed_operators == 0) is store
 
 
 def test_any_object_with_nbytes_will_do() -> None:

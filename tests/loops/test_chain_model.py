@@ -42,6 +42,7 @@ class ChainMachine(RuleBasedStateMachine):
                 self.chain.forward(layer, x, self.forward_fn(layer))
             return
         self.answers[layer] = keep
+        kept = self.kept()
         y = self.chain.forward(layer, x, self.forward_fn(layer))
         self.layers.append(layer)
         self.inputs[layer], self.before[layer], self.output = x, before, (layer, y)
@@ -49,6 +50,7 @@ class ChainMachine(RuleBasedStateMachine):
             assert self.chain.has(layer)
         if before is not None and not keep:
             assert not self.chain.has(layer)
+        self.none_went_in_vain(kept)
 
     @precondition(lambda self: self.layers)
     @rule()
@@ -98,7 +100,9 @@ class ChainMachine(RuleBasedStateMachine):
             self.chain.budget = None
             return
         low, high = max(self.unevictable(), 1), sum(self.inputs[one].nbytes for one in self.layers) + 64
+        kept = self.kept()
         self.chain.budget = int(low + share * (high - low))
+        self.none_went_in_vain(kept)
 
     @rule()
     def clear(self) -> None:
@@ -107,6 +111,17 @@ class ChainMachine(RuleBasedStateMachine):
         for layer in list(self.layers):
             self.forget(layer)
         self.output = None
+
+    def kept(self) -> set[int]:
+        """Layers whose inputs are kept."""
+        return {one for one in self.layers if self.chain.has(one)}
+
+    def none_went_in_vain(self, before: set[int]) -> None:
+        """No input was let go of that there is room for."""
+        gone = before - self.kept()
+        assert not gone or self.chain.budget is not None
+        for one in gone:
+            assert self.chain.memory_usage + self.inputs[one].nbytes > self.chain.budget
 
     def forget(self, layer: int) -> None:
         """Take a layer out of the model."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 from typing import Any
 
@@ -11,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import scrimp
-from scrimp.errors import BudgetError, LoopError, OrderError, SourceChangedError
+from scrimp.errors import (
+    BudgetError,
+    GraphFreedError,
+    LoopError,
+    OrderError,
+    SourceChangedError,
+    StoreError,
+)
 from scrimp.testing import live_bytes
 
 
@@ -186,6 +195,111 @@ def test_an_until_that_draws(w: Tensor) -> None:
         scrimp.scan(scaled(w), torch.ones(3), until=lambda h: torch.rand(()) < 0.1, slots=2)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_derivative_through_the_steps_before(w: Tensor, backward: bool) -> None:
+    """In the plain loop it would go through all of them; here there is no way to the second step's ancestors."""
+
+    def step(h: Tensor, _: None) -> Any:
+        loss = (h * w).sin().sum()
+        if backward:
+            loss.backward(retain_graph=True)
+            return h * w, None
+        return h - torch.autograd.grad(loss, w, create_graph=True)[0], None
+
+    with pytest.raises(LoopError, match="view_as"):
+        scrimp.scan(step, torch.ones(3), length=3, slots=2)
+
+
+def numpy_generator() -> Any:
+    """Draws from a generator that is not NumPy's global one."""
+    generator = np.random.default_rng(0)
+    return lambda: torch.from_numpy(generator.normal(size=3).astype(np.float32))
+
+
+def python_generator() -> Any:
+    """Draws from a generator that is not Python's global one."""
+    generator = random.Random(0)
+    return lambda: generator.random()
+
+
+def counter() -> Any:
+    """Counts."""
+    counted = itertools.count(1)
+    return lambda: next(counted)
+
+
+@pytest.mark.parametrize("make", [numpy_generator, python_generator, counter], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("until", [False, True], ids=["known", "unknown"])
+def test_python_state_that_a_step_changes(w: Tensor, make: Any, until: bool) -> None:
+    """It cannot be set back, and the last step that runs again gives it away."""
+    draw = make()
+    with pytest.raises(LoopError, match="something else when it ran again"):  # noqa: PT012
+        h, _ = scrimp.scan(
+            lambda h, _: ((h * w * draw()).sin(), None), torch.ones(3), length=6, slots=2,
+            until=(lambda _: False) if until else None,
+        )  # fmt: skip
+        h.sum().backward()
+
+
+def test_noise_in_an_output_alone(w: Tensor) -> None:
+    """Outputs that require grad are compared, too; others may say what they like, such as the time."""
+    counted = itertools.count(1)
+    h, _ = scrimp.scan(lambda h, _: ((h * w).sin(), torch.tensor(next(counted))), torch.ones(3), length=6, slots=2)
+    h.sum().backward()
+    h, ys = scrimp.scan(lambda h, _: ((h * w).sin(), (h * w).sum() * next(counted)), torch.ones(3), length=6, slots=2)
+    with pytest.raises(LoopError, match="something else"):
+        ys.sum().backward()
+
+
+def test_a_module_switched_before_backward() -> None:
+    """eval() after forward would have the steps run again without dropout."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    h, _ = scrimp.scan(lambda h, _: (model(h).sin(), None), torch.ones(2, 3), length=6, slots=2)
+    model.eval()
+    with pytest.raises(LoopError, match="eval"):
+        h.sum().backward()
+
+
+def test_numbers_that_are_none_are_the_same_again(w: Tensor) -> None:
+    """NaN, infinity and negative zero in states and outputs of any layout are no difference."""
+    nan = float("nan")
+
+    def step(s: Any, _: None) -> Any:
+        h, wide, number, flags = s
+        h = torch.stack([h[0] * w[0], h[1] * nan, -h[2] / 0.0])
+        return (h, wide.t().contiguous().t(), number, flags.logical_not()), h.to(torch.bfloat16)[:2] * w[0].bfloat16()
+
+    h, ys = scrimp.scan(
+        step, (torch.ones(3), torch.ones(2, 3).t(), nan, torch.ones(5, dtype=torch.bool)), length=4, slots=2
+    )
+    (h[0].nansum() + ys.float().nansum()).backward()
+    assert w.grad is not None
+
+
+def test_a_failed_backward_frees_what_it_would_not_keep(w: Tensor) -> None:
+    """As plain autograd does: another pass says that the graph is freed; with retain_graph it can be run again."""
+    calls = 0
+
+    def step(h: Tensor, _: None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (8, 20):
+            raise ValueError("in the step")
+        return (h * w).sin(), None
+
+    for retain in (False, True):
+        h, _ = scrimp.scan(step, torch.ones(3), length=6, slots=2)
+        with pytest.raises(ValueError, match="in the step"):
+            h.sum().backward(retain_graph=retain)
+        if retain:
+            h.sum().backward()
+        else:
+            with pytest.raises(GraphFreedError):
+                h.sum().backward()
+            calls = 12
+    assert w.grad is not None
+
+
 def test_second_derivatives(w: Tensor) -> None:
     """First ones come with create_graph=True too; to differentiate them is an error of ours."""
     h, _ = scrimp.scan(scaled(w), torch.ones(3), length=4, slots=2)
@@ -210,6 +324,7 @@ def test_second_derivatives(w: Tensor) -> None:
         ({"length": 3, "slots": 2, "budget": "1MB"}, BudgetError, "not both"),
         ({"length": 9, "budget": 3}, BudgetError, "raise it"),
         ({"until": lambda h: False}, BudgetError, "slots="),
+        ({"length": 3, "disk": "200GiB"}, StoreError, "Disk\\(path"),
     ],
 )
 def test_arguments(w: Tensor, arguments: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -165,3 +165,10 @@ def test_real_sizes_can_be_planned_without_a_gpu(name: str) -> None:
     before = sum(part.nbytes for part in seen.resident)
     budget = before + (simulate(seen).peak - before) * 3 // 4
     assert scrimp.plan(seen, budget).peak <= budget
+
+
+def test_a_machine_has_a_link() -> None:
+    """A trace for a GPU can be planned with host memory; the CPU's memory is the host's."""
+    module, x = Perceptron(), torch.empty(32, 64)
+    links = [scrimp.trace_on(name, module, x).out_bandwidth for name in ("H200", "T4", "CPU")]
+    assert links[0] > links[1] > links[2] == 0

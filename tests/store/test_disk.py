@@ -366,3 +366,35 @@ def test_a_fork_does_not_remove_it(tmp_path: Path) -> None:
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_are_recomputed_from_their_weights(tmp_path: Path) -> None:
+    """When all files are gone, every value of a network is computed again, after its session was left."""
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(3)))
+    batch = torch.randn(64, 32)
+    with scrimp.session(StoreAll(Disk(tmp_path))):
+        loss = net(batch).square().mean()
+    for file in files(tmp_path):
+        file.unlink()
+    with pytest.warns(StoreWarning, match="recomputed"):
+        loss.backward()
+    found = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    net(batch).square().mean().backward()
+    for one, parameter in zip(found, net.parameters(), strict=True):
+        assert one is not None
+        assert parameter.grad is not None
+        assert torch.equal(one, parameter.grad)
+
+
+def test_weights_that_were_changed_recompute_nothing(tmp_path: Path) -> None:
+    """A lost value whose layer was stepped in between is an error, not a wrong gradient."""
+    layer = torch.nn.Linear(32, 32)
+    with scrimp.session(StoreAll(Disk(tmp_path))):
+        loss = layer(torch.randn(64, 32)).exp().sum()
+    for file in files(tmp_path):
+        file.unlink()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(StoreError, match="bytes"):
+        loss.backward()

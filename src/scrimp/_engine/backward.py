@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from scrimp._engine.diagnose import failing_node, refuse_other_dtype, translated
+from scrimp._engine.diagnose import failing_node, refuse_arguments, translated
 from scrimp._engine.graph import Graph, Root, describe, record_graph
 from scrimp._engine.leaves import LeafCallback, reported_leaves
 from scrimp._engine.observe import Observer, Watch
 from scrimp._engine.order import Order, imposed, plan_order
 from scrimp._engine.threaded import run_pass
-from scrimp._engine.workers import Workers
+from scrimp._engine.workers import Workers, crew_of
 from scrimp.errors import BackwardCancelledError
 
 # Taken at import: somebody may replace torch.autograd.backward by the function below.
@@ -81,13 +82,16 @@ def backward(
         inputs = tuple(inputs.values())
     elif inputs is not None and not isinstance(inputs, Tensor | GradientEdge):
         inputs = tuple(inputs)
-    refuse_other_dtype(roots, gradients)
+    refuse_arguments(roots, gradients)
+    observers = _as_observers(observer)
+    if workers is not None:
+        crew_of(workers, 1)  # other workers are refused wherever they would have no effect, too
     watch: Watch | None = None
     try:
         with ExitStack() as stack:
-            if order != "torch" or observer is not None or on_leaf_grad_ready or torch.is_anomaly_enabled():
+            if order != "torch" or observers or on_leaf_grad_ready or torch.is_anomaly_enabled():
                 graph = record_graph(roots)
-                watch = _prepare(stack, graph, order, _as_observers(observer), on_leaf_grad_ready)
+                watch = _prepare(stack, graph, order, observers, on_leaf_grad_ready)
                 workers = None
             if workers is None or inputs is not None or create_graph:
                 _torch_backward(roots, gradients, retain_graph, create_graph, inputs=inputs)
@@ -98,7 +102,10 @@ def backward(
     except RuntimeError as error:
         ours = translated(error, roots, gradients, watch.running if watch else None)
         if ours is not None:
-            raise ours from error
+            try:
+                raise ours from error
+            finally:
+                del ours  # or this frame and the error's traceback would keep each other, and the graph, alive
         _add_note(error, watch)
         raise
     except Exception as error:
@@ -114,19 +121,34 @@ def _plain_pass(
     _torch_backward(roots, gradients, retain_graph)
 
 
+_KINDS = {"root": "a tensor", "gradient": "a tensor", "observer": "a scrimp.Observer"}
+
+
 def _as_pairs(
     root: Root | Sequence[Root], gradient: Tensor | Sequence[Tensor | None] | None
 ) -> tuple[tuple[Root, ...], tuple[Tensor | None, ...]]:
-    roots = (root,) if isinstance(root, Tensor | GradientEdge) else tuple(root)
+    roots: tuple[Root, ...] = (root,) if isinstance(root, Tensor | GradientEdge) else _as_tuple("root", root)
     if gradient is None:
         return roots, (None,) * len(roots)
-    return roots, (gradient,) if isinstance(gradient, Tensor) else tuple(gradient)
+    return roots, (gradient,) if isinstance(gradient, Tensor) else _as_tuple("gradient", gradient)
+
+
+def _as_tuple(name: str, several: Sequence[Any]) -> tuple[Any, ...]:
+    if isinstance(several, Iterable):
+        return tuple(several)
+    raise TypeError(
+        f"{name} needs to be {_KINDS[name]} or a sequence of these, and is {several!r}. Next: pass one of these."
+    )
 
 
 def _as_observers(observer: Observer | Sequence[Observer] | None) -> tuple[Observer, ...]:
     if observer is None:
         return ()
-    return (observer,) if isinstance(observer, Observer) else tuple(observer)
+    several = (observer,) if isinstance(observer, Observer) else _as_tuple("observer", observer)
+    for one in several:
+        if not isinstance(one, Observer):
+            raise TypeError(f"observer needs to be a scrimp.Observer, and is {one!r}. Next: pass an instance of one.")
+    return several
 
 
 def _prepare(

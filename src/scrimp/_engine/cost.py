@@ -67,11 +67,6 @@ class Trial:
         self._tasks: list[float] | None = None
         self._serial_for_ever = False
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was run yet."""
-        return self._tasks is None
-
     def threaded(self, workers: int) -> bool:
         """Whether the next run should use threads."""
         if self._tasks is None or self._serial_for_ever or not self._contest.threaded:

@@ -12,21 +12,24 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from scrimp._engine.graph import Root, describe, node_of, record_graph
+from scrimp._engine.graph import Root, describe, node_of, record_graph, shape_text
 from scrimp.errors import BackwardError, GradientMismatchError, GraphFreedError
 
 Gradients = Sequence[Tensor | None]
 
 _FREED = re.compile(r"backward through the graph a second time")
 _WRONG_RESULT = re.compile(r"[Ff]unction (\w+) returned an (incorrect number of gradients|invalid gradient)")
+_NO_TENSOR = re.compile(r"expected Variable or None \(got ")
 
 
-def refuse_other_dtype(roots: Sequence[Root], gradients: Gradients) -> None:
-    """Raise when a gradient would be rounded, silently, to the dtype of its root."""
+def refuse_arguments(roots: Sequence[Root], gradients: Gradients) -> None:
+    """Raise where PyTorch would be silent: at a gradient that it would round, and at one that it would not use."""
+    if len(gradients) > len(roots):
+        raise GradientMismatchError(_other_count(roots, gradients))
     for index, (root, gradient) in enumerate(zip(roots, gradients, strict=False)):
         if not isinstance(gradient, Tensor):
             continue
-        dtype = root.dtype if isinstance(root, Tensor) else _metadata(root)[1]
+        dtype = root.dtype if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr].dtype
         if gradient.dtype != dtype and not _takes_any_dtype(root):
             raise GradientMismatchError(
                 f"gradient {index} needs dtype {dtype}, as {_name(root, index)} has, and has "
@@ -41,10 +44,7 @@ def _takes_any_dtype(root: Root) -> bool:
 def diagnose_arguments(roots: Sequence[Root], gradients: Gradients) -> str | None:
     """Say what is wrong with the arguments of a pass that PyTorch refused; ``None`` when nothing is."""
     if len(roots) != len(gradients):
-        return (
-            f"backward needs one gradient for each root (or none at all), and has {len(gradients)} for "
-            f"{len(roots)} roots. Next: pass a sequence with None for each scalar root."
-        )
+        return _other_count(roots, gradients)
     for index, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):
         problem = _diagnose_pair(index, root, gradient)
         if problem is not None:
@@ -52,8 +52,15 @@ def diagnose_arguments(roots: Sequence[Root], gradients: Gradients) -> str | Non
     return None
 
 
+def _other_count(roots: Sequence[Root], gradients: Gradients) -> str:
+    return (
+        f"backward needs one gradient for each root (or none at all), and has {len(gradients)} for "
+        f"{len(roots)} roots. Next: pass a sequence with None for each scalar root."
+    )
+
+
 def _diagnose_pair(index: int, root: Root, gradient: Tensor | None) -> str | None:
-    if isinstance(root, Tensor) and root.is_nested:
+    if _is_nested(root):
         return None
     shape, dtype, device = _metadata(root)
     name = _name(root, index)
@@ -86,6 +93,12 @@ def _diagnose_pair(index: int, root: Root, gradient: Tensor | None) -> str | Non
     return None
 
 
+def _is_nested(root: Root) -> bool:
+    if isinstance(root, Tensor):
+        return root.is_nested
+    return bool(root.node._input_metadata[root.output_nr].is_nested_tensor)
+
+
 def _metadata(root: Root) -> tuple[Any, Any, Any]:
     if isinstance(root, Tensor):
         return root.shape, root.dtype, root.device
@@ -111,6 +124,8 @@ def translated(
     wrong = _WRONG_RESULT.search(str(error))
     if wrong is not None:
         return GradientMismatchError(_diagnose_result(wrong[1], roots, running) + said)
+    if _NO_TENSOR.search(str(error)):
+        return GradientMismatchError(_diagnose_result(None, roots, running) + said)
     return None
 
 
@@ -134,21 +149,34 @@ def _is_freed(node: Node) -> bool:
             except RuntimeError:
                 return True
             several = saved if isinstance(saved, tuple) else (saved,)
-            if any(getattr(one, "data", one) is None for one in several):
+            if any(getattr(one, "data", one) is None for one in several) and _refuses(node, name):
                 return True
     return False
 
 
-def _diagnose_result(name: str, roots: Sequence[Root], running: Node | None) -> str:
-    candidates = [running] if running is not None else [n for n in record_graph(roots) if n.name() == name]
+def _refuses(node: Node, raw_name: str) -> bool:
+    """Whether ``node`` says of what it does not hold that it is freed, and not that it never needed it."""
+    try:
+        getattr(node, raw_name.replace("_raw_saved", "_saved"))
+    except RuntimeError:
+        return True
+    return False
+
+
+def _diagnose_result(name: str | None, roots: Sequence[Root], running: Node | None) -> str:
+    """Say what a custom Function had to return; PyTorch does not always tell its name."""
+    candidates = [running] if running is not None else [n for n in record_graph(roots) if _may_be(n, name)]
     if not candidates:  # the node is in a graph that a nested backward made
-        return f"{name} needs to return one gradient for each input, of the input's shape, and does not."
+        return (
+            f"{name or 'a custom Function'} needs to return one gradient for each input, of the input's shape, and "
+            "does not. Next: return a tensor for every input that requires grad, and None for the others."
+        )
     node = candidates[0]
     wanted = ", ".join(
-        "any" if following is None else str(tuple(following._input_metadata[slot].shape))
-        for following, slot in node.next_functions
+        "any" if following is None else shape_text(following, slot) for following, slot in node.next_functions
     )
-    which = "" if len(candidates) == 1 else f" (or one of {len(candidates) - 1} others of its name)"
+    others = "of its name" if name else "that are custom Functions"
+    which = "" if len(candidates) == 1 else f" (or one of {len(candidates) - 1} others {others})"
     return (
         f"{describe(node)}{which} needs to return one gradient for each input of its forward, for the "
         f"tensors among these of shapes {wanted}, and returned something else. Next: return None for "
@@ -156,10 +184,17 @@ def _diagnose_result(name: str, roots: Sequence[Root], running: Node | None) -> 
     )
 
 
+def _may_be(node: Node, name: str | None) -> bool:
+    return node.name() == name if name is not None else isinstance(node, BackwardCFunction)
+
+
 def failing_node(error: BaseException, running: Node | None) -> Node | None:
     """The node in which ``error`` was raised, if its traceback or the observer shows it."""
     found: Any = running
     for frame in _frames(error.__traceback__):
+        # To ask any frame for its locals would keep them, the error itself among them, for as long as the error lives.
+        if frame.f_globals.get("__name__") != BackwardCFunction.__module__:
+            continue
         node = frame.f_locals.get("self")
         if isinstance(node, BackwardCFunction):
             found = node

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Root: TypeAlias = Tensor | GradientEdge
 Edge: TypeAlias = tuple[Node, int]
+
+# How a line of a traceback begins that is PyTorch's own.
+_INSIDE_TORCH = f'File "{Path(torch.__file__).parent}{os.sep}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +83,31 @@ def node_of(root: Root) -> Node | None:
 
 
 def forward_line(node: Node) -> str | None:
-    """Where in the forward pass ``node`` was made: known for what ran under anomaly detection."""
+    """Where in the forward pass ``node`` was made: known for what ran under anomaly detection.
+
+    That is the innermost line of the user's, not one of PyTorch that it called.
+    """
     metadata: Any = node.metadata
-    trace = metadata.get("traceback_")
-    return trace[-1].strip() if trace else None
+    trace: list[str] = metadata.get("traceback_") or []
+    outside = [frame for frame in trace if not frame.lstrip().startswith(_INSIDE_TORCH)]
+    return (outside or trace)[-1].strip() if trace else None
+
+
+def shape_at(node: Node, slot: int) -> tuple[int, ...] | None:
+    """The shape of the forward output ``slot`` that ``node`` differentiates; ``None`` for a nested tensor."""
+    metadata = node._input_metadata[slot]
+    return None if metadata.is_nested_tensor else tuple(metadata.shape)
+
+
+def shape_text(node: Node, slot: int) -> str:
+    """The same, for messages."""
+    shape = shape_at(node, slot)
+    return "nested" if shape is None else str(shape)
 
 
 def shapes_of(node: Node) -> str:
-    """The shapes of the forward outputs that ``node`` differentiates, for messages."""
-    return ", ".join(str(tuple(meta.shape)) for meta in node._input_metadata)
+    """The shapes of all forward outputs that ``node`` differentiates, for messages."""
+    return ", ".join(shape_text(node, slot) for slot in range(len(node._input_metadata)))
 
 
 def describe(node: Node) -> str:

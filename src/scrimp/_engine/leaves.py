@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scrimp._engine.graph import Graph, describe, record_graph
+from scrimp._engine.own_pass import OwnPass
 from scrimp.errors import LateGradientError
 
 LeafCallback: TypeAlias = Callable[[Tensor, Tensor], object]
@@ -29,7 +30,7 @@ class _Leaves:
 
     def __init__(self, graph: Graph, callback: LeafCallback) -> None:
         self._callback = callback
-        self._task: int | None = None
+        self._pass = OwnPass()
         self._nesting = {node for node in graph if node.name() in _NESTING}
         self._expected = {node for node, _ in graph.leaves}
         self._waiting: dict[Node, Tensor] = {}
@@ -37,7 +38,7 @@ class _Leaves:
         self._watched: set[Node] = set()
         self._handles: list[RemovableHandle] = []
         for root in graph.roots:
-            self._handles.append(root.register_prehook(self._note_task))
+            self._handles.append(root.register_prehook(lambda _, root=root: self._begun(root)))
         for node, leaf in graph.leaves:
             self._watch(node, leaf)
         self._finder = _LeafFinder(self.watch_nested)
@@ -58,6 +59,10 @@ class _Leaves:
             if node.name() in _NESTING:
                 self._find_inside(node)
 
+    def _begun(self, root: Node) -> None:
+        """The first node of our pass: from here on it is known which pass that is."""
+        self._pass.runs(root)
+
     def _find_inside(self, node: Node) -> None:
         """Look for passes while ``node`` runs; if it raises, the engine puts the thread's modes back."""
         self._handles.append(node.register_prehook(lambda _: self._finder.open()))
@@ -67,12 +72,8 @@ class _Leaves:
         self._watched.add(node)
         self._handles.append(node.register_hook(lambda _, grads: self._accumulated(node, leaf, grads[0])))
 
-    def _note_task(self, _: object) -> None:
-        if self._task is None:
-            self._task = torch._C._current_graph_task_id()
-
     def _accumulated(self, node: Node, leaf: Tensor, gradient: Tensor | None) -> None:
-        if gradient is None:
+        if gradient is None or self._pass.is_elsewhere(node):
             return
         if node in self._reported:
             raise LateGradientError(
@@ -80,7 +81,7 @@ class _Leaves:
                 "a nested backward of a custom Function added to it afterwards. Next: step this leaf after "
                 "backward, without on_leaf_grad_ready, or checkpoint with use_reentrant=False."
             )
-        nested = torch._C._current_graph_task_id() != self._task
+        nested = not self._pass.runs(node)
         if self._nesting or nested:
             if not nested or node not in self._expected:
                 self._waiting[node] = leaf

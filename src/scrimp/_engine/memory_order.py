@@ -83,7 +83,9 @@ def measure(graph: Graph) -> Sizes:
 
 
 def _slot_bytes(node: Node) -> tuple[int, ...]:
-    return tuple(prod(meta.shape) * meta.dtype.itemsize for meta in node._input_metadata)
+    return tuple(
+        0 if meta.is_nested_tensor else prod(meta.shape) * meta.dtype.itemsize for meta in node._input_metadata
+    )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from scrimp._engine.own_pass import OwnPass
 from scrimp.errors import BackwardCancelledError
 
 Gradients = Sequence[Tensor | None]
@@ -131,6 +132,7 @@ class Watch:
         self.nodes_done = 0
         self.leaves_done: list[Tensor] = []
         self.running: Node | None = None
+        self._pass = OwnPass()
 
     def __enter__(self) -> Watch:
         self._handles = []
@@ -160,11 +162,15 @@ class Watch:
             observer.end()
 
     def _before(self, node: Node) -> None:
+        if not self._pass.runs(node):
+            return
         self.running = node
         for observer in self._observers:
             observer.before(node)
 
     def _after(self, node: Node, made: Gradients, received: Gradients) -> None:
+        if not self._pass.runs(node):
+            return
         self.nodes_done += 1
         leaf = getattr(node, "variable", None)
         if leaf is not None and received[0] is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from scrimp._engine.cost import Memory, Trial, shape_key
@@ -55,8 +56,8 @@ def parallel(
         BranchError: The branches are not independent.
 
     Warns:
-        StackableBranchesWarning: With ``"auto"``, once: the branches are modules that could be stacked
-            instead.
+        StackableBranchesWarning: With ``"auto"``, once for these branches: they are modules of one shape, which
+            could be stacked instead.
 
     Example:
         >>> import torch, scrimp
@@ -66,6 +67,8 @@ def parallel(
         >>> x.grad
         tensor([4., 6.])
     """
+    if workers == "auto":
+        _suggest_stacking(branches)
     if any(isinstance(value, Tensor) and value.is_cuda for value in tree_flatten(inputs)[0]):
         return run_on_streams(branches, inputs, AUTO_STREAMS if workers == "auto" else crew_of(workers, 1))
     threads = threads_per_worker or torch.get_num_threads()
@@ -76,8 +79,6 @@ def parallel(
     if workers != "auto":
         return _run_in_threads(branches, inputs, crew, threads)
     trial = _trials.entry((shape_key(branches, inputs, threads), crew))
-    if trial.is_new and _stackable(branches):
-        warnings.warn(_STACK_INSTEAD, StackableBranchesWarning, stacklevel=2)
     if trial.threaded(crew):
         with trial.timed():
             return _run_in_threads(branches, inputs, crew, threads)
@@ -96,11 +97,39 @@ _STACK_INSTEAD = (
 )
 
 
-def _stackable(branches: Sequence[Callable[..., Any]]) -> bool:
-    """Whether the branches are modules that differ in nothing that they print of themselves."""
-    if not all(isinstance(branch, nn.Module) for branch in branches):
+class _Looked:
+    """Whether these branches were looked at."""
+
+    def __init__(self) -> None:
+        self.already = False
+
+
+_looked = Memory(_Looked)
+
+
+def _suggest_stacking(branches: Sequence[Callable[..., Any]]) -> None:
+    """Warn, once for these branches, when they could be stacked, however many cores there are."""
+    modules = [branch for branch in branches if isinstance(branch, nn.Module)]
+    if len(modules) < max(2, len(branches)) or torch.compiler.is_compiling():
+        return
+    looked = _looked.entry(tuple(map(id, modules)))
+    if not looked.already:
+        looked.already = True
+        if _stackable(modules):
+            warnings.warn(_STACK_INSTEAD, StackableBranchesWarning, stacklevel=3)
+
+
+def _stackable(modules: Sequence[nn.Module]) -> bool:
+    """Whether the modules print alike, have parameters and buffers of the same shapes, and share none of these."""
+    tensors = [dict((*module.named_parameters(), *module.named_buffers())) for module in modules]
+    flat = [tensor for of_module in tensors for tensor in of_module.values()]
+    if len(set(map(id, flat))) < len(flat) or any(is_lazy(tensor) for tensor in flat):
         return False
-    return len({repr(branch) for branch in branches}) == 1
+    forms = {
+        (type(module), repr(module), tuple((name, value.shape, value.dtype) for name, value in of_module.items()))
+        for module, of_module in zip(modules, tensors, strict=True)
+    }
+    return len(forms) == 1
 
 
 def _run_in_threads(

@@ -9,6 +9,7 @@ gradient is asked for, and again where the next part begins.)
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from scrimp._engine.cost import Contest, Memory, predicted_seconds, promises_gain
-from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph
+from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph, shape_at
 from scrimp._engine.numbered import shape_of
 from scrimp._engine.observe import Gradients, Observer, Watch
 from scrimp._engine.order import imposed
@@ -139,7 +140,7 @@ def _glance(roots: Sequence[Root]) -> Hashable:
         for _ in range(_GLANCE):
             if node is None:
                 break
-            seen += [node.name(), *(tuple(meta.shape) for meta in node._input_metadata[:1])]
+            seen += [node.name(), shape_at(node, 0) if node._input_metadata else None]
             following = [after for after, _ in node.next_functions if after is not None]
             node = following[end] if following else None
     return tuple(seen)
@@ -152,7 +153,7 @@ class _Clock(Observer):
     other: such a pass stays in one piece.
     """
 
-    _OURS = frozenset({"scrimp._engine.observe", __name__})
+    _OURS = frozenset({"scrimp._engine.observe", "scrimp._engine.own_pass", __name__})
 
     def __init__(self) -> None:
         self.seconds: dict[Node, float] = {}
@@ -198,6 +199,8 @@ class _Parts:
         self._nodes = nodes
         self._run = run
         self._made: dict[tuple[int, int], Tensor | None] = {}
+        # Leaves belong to other graphs as well: what other threads do with them meanwhile is not this pass.
+        self._threads: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
     def run_all(self, split: Split, run_head: Callable[[], None], crew: int, threads: int) -> None:
@@ -208,13 +211,17 @@ class _Parts:
                 self._end_after(part)
             # Numbers of the head alone need to be set: below it every branch comes before what follows it.
             with imposed([self._nodes[node] for node in split.head.nodes]):
-                _until_done(run_head)
-            tasks = [partial(_until_done, partial(self._run_part, branch)) for branch in split.branches]
+                self._until_done(run_head)
+            tasks = [partial(self._until_done, partial(self._run_part, branch)) for branch in split.branches]
             run_tasks(tasks, crew, threads)
             self._run_part(split.tail)
         finally:
             for handle in self._handles:
                 handle.remove()
+
+    def _until_done(self, run: Callable[[], None]) -> None:
+        self._threads.add(threading.get_ident())
+        _until_done(run)
 
     def _run_part(self, part: Part) -> None:
         edges, gradients = [], []
@@ -234,7 +241,7 @@ class _Parts:
             wanted.setdefault(crossing.source, []).append(crossing.index)
 
         def note(source: int, made: Gradients, received: Gradients) -> None:
-            for index in wanted[source]:
+            for index in wanted[source] if threading.get_ident() in self._threads else ():
                 self._made[source, index] = made[index]
 
         for source in wanted:
@@ -245,9 +252,10 @@ class _Parts:
         left = set(part.last)
 
         def done(node: int, made: Gradients, received: Gradients) -> None:
-            left.discard(node)
-            if not left:
-                raise _PartDone
+            if threading.get_ident() in self._threads:
+                left.discard(node)
+                if not left:
+                    raise _PartDone
 
         for node in part.last:
             self._handles.append(self._nodes[node].register_hook(partial(done, node)))

@@ -191,10 +191,17 @@ class _Crew:
                 except KeyboardInterrupt as error:
                     self.stopped.set()
                     interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        try:
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            del interrupt  # or its traceback, and this frame, would keep each other and all that ran alive
 
     def raise_first_error(self) -> None:
         """Tasks are begun in sequence, so which error is the first does not depend on timing."""
-        if self._errors:
-            raise self._errors[min(self._errors)]
+        errors, self._errors = self._errors, {}
+        try:
+            if errors:
+                raise errors[min(errors)]
+        finally:
+            errors.clear()  # as above

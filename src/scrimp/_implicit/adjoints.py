@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .._budget import parse_budget
+from .checks import need_count, need_positive
 from .linear import GMRES, BiCGSTAB, LinearSolver, Neumann
 
 
@@ -16,13 +18,13 @@ class Implicit:
     Attributes:
         linear: What solves the system.
         rtol: Relative residual to solve it to; None for the tolerance of the solution itself.
-        budget: Bytes that the solver of the system may hold. Where GMRES would need more, BiCGSTAB
-        takes its place.
+        budget: Bytes that the solver of the system may hold, as a number or such as "2GiB". Where GMRES would need
+            more, BiCGSTAB takes its place.
     """
 
     linear: LinearSolver = field(default_factory=GMRES)
     rtol: float | None = None
-    budget: int | None = None
+    budget: int | str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.linear, type) or not hasattr(self.linear, "solve"):
@@ -30,13 +32,17 @@ class Implicit:
                 "Implicit needs a solver of linear systems: GMRES(), BiCGSTAB(), Anderson(), Dense() or Neumann(terms) "
                 f"from scrimp.solvers; have {self.linear!r}"
             )
+        if self.rtol is not None:
+            need_positive("rtol", self.rtol)
+        if self.budget is not None:
+            parse_budget(self.budget)
 
     def solver_for(self, rhs: Tensor) -> LinearSolver:
         """The linear solver for systems of the size of ``rhs``."""
         if self.budget is None or not isinstance(self.linear, GMRES):
             return self.linear
         basis = (min(self.linear.restart, rhs.shape[1]) + 1) * rhs.numel() * rhs.element_size()
-        return self.linear if basis <= self.budget else BiCGSTAB(self.linear.max_products)
+        return self.linear if basis <= parse_budget(self.budget) else BiCGSTAB(self.linear.max_products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,10 @@ class Phantom:
 
     steps: int = 5
     damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        need_count("steps", self.steps, 1)
+        need_positive("damping", self.damping)
 
     def solver_for(self, rhs: Tensor) -> LinearSolver:
         """The truncated, damped series."""
@@ -88,6 +98,9 @@ class Reversible:
     """
 
     coupling: float = 0.5
+
+    def __post_init__(self) -> None:
+        need_positive("coupling", self.coupling, below=1)
 
 
 Adjoint = Implicit | Phantom | JacobianFree | Unroll | Reversible

@@ -20,8 +20,11 @@ class AndersonHistory:
         samples, columns = like.shape
         self._depth = depth
         self._pushed = 0
-        self._residuals = like.new_zeros(samples, depth, columns)
-        self._images = like.new_zeros(samples, depth, columns)
+        # Slots that were not filled yet are never read.
+        self._residuals = like.new_empty(samples, depth, columns)
+        self._images = like.new_empty(samples, depth, columns)
+        # The newest difference and the residual itself, which meet the buffer in one pass.
+        self._pair = like.new_empty(samples, 2, columns)
         self._gram = like.new_zeros(samples, depth, depth, dtype=torch.float64)
         self._against = like.new_zeros(samples, 1, depth, dtype=torch.float64)
         self._last: tuple[Tensor, Tensor] | None = None
@@ -35,8 +38,8 @@ class AndersonHistory:
         used = min(self._pushed, self._depth)
         old = self._residuals, self._images, self._gram
         samples, _, columns = self._residuals.shape
-        self._residuals = old[0].new_zeros(samples, depth, columns)
-        self._images = old[1].new_zeros(samples, depth, columns)
+        self._residuals = old[0].new_empty(samples, depth, columns)
+        self._images = old[1].new_empty(samples, depth, columns)
         self._gram = old[2].new_zeros(samples, depth, depth)
         self._residuals[:, :used], self._images[:, :used] = old[0][:, :used], old[1][:, :used]
         self._gram[:, :used, :used] = old[2][:, :used, :used]
@@ -48,10 +51,10 @@ class AndersonHistory:
         if self._last is not None:
             slot = self._pushed % self._depth
             self._pushed += 1
-            residual = torch.sub(r, self._last[1], out=self._residuals[:, slot])
+            residual = torch.sub(r, self._last[1], out=self._pair[:, 0])
+            self._pair[:, 1], self._residuals[:, slot] = r, residual
             torch.sub(x, self._last[0], out=self._images[:, slot]).add_(residual)
-            # The newest difference and the residual itself meet the buffer in one pass.
-            self._meet(torch.stack([residual, r], dim=1), slot)
+            self._meet(slot)
         self._last = (x, r)
 
     def combine(self, x: Tensor, r: Tensor, damping: float | Tensor) -> Tensor:
@@ -80,10 +83,10 @@ class AndersonHistory:
             rows = samples.unsqueeze(1)
             self._last = (torch.where(rows, x, self._last[0]), torch.where(rows, r, self._last[1]))
 
-    def _meet(self, pair: Tensor, slot: int) -> None:
+    def _meet(self, slot: int) -> None:
         """Update the Gram matrix by the newest difference, and the products with the residual."""
         used = min(self._pushed, self._depth)
-        both = torch.bmm(pair, self._residuals[:, :used].mT)
+        both = torch.bmm(self._pair, self._residuals[:, :used].mT)
         self._gram[:, slot, :used] = both[:, 0]
         self._gram[:, :used, slot] = both[:, 0]
         self._against[:, :, :used] = both[:, 1:]

@@ -68,7 +68,7 @@ class AdjointSolve:
             x = x if bool(sound.all()) else torch.where(sound.unsqueeze(1), x, torch.nan)
             info = self._judge(found, clean, sound, transposed)
         self.log.append(info)
-        report_gradient(info, self.adjoint, self.equation.layout, self.on_fail)
+        report_gradient(info, sound, self.adjoint, self.equation.layout, self.on_fail)
         return x
 
     def _judge(self, found: LinearSolution, rhs: Tensor, sound: Tensor, transposed: bool) -> BackwardInfo:

@@ -53,9 +53,18 @@ class Equation:
         return value - x if self.is_fixed_point else value
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """The residual at x, without a graph."""
+        """The residual at x, without a graph; raises if f writes into x, which would pass for a solution."""
         with torch.no_grad():
-            return self.residual(x)
+            if x.is_inference():  # such a tensor does not count who writes to it
+                value = self.function(x.clone())
+                return value - x if self.is_fixed_point else value
+            before = x._version
+            residual = self.residual(x)
+        if x._version != before:
+            raise ValueError(
+                "f must not write into the state that it is given: need a new tensor; clone it there first"
+            )
+        return residual
 
 
 class Linearisation:

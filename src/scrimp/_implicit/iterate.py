@@ -71,6 +71,10 @@ def iterate(
     """
     x, r = x0, equation.evaluate(x0)
     norm, start_norm = tolerance.norm(r), euclidean(r)
+    if norm.shape != x.shape[:1]:
+        raise ValueError(
+            f"norm must give one number for each row of a matrix: need {tuple(x.shape[:1])}, have {tuple(norm.shape)}"
+        )
     start = start_scale(equation, x, r, tolerance)
     best = _Best(x, r, torch.full_like(norm, torch.inf))
     steps = torch.zeros_like(norm, dtype=torch.long)

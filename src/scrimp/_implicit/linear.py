@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .anderson import AndersonHistory
+from .checks import need_count, need_positive
 from .gmres import LinearSolution, at_least, gmres, relative_norm
 from .krylov import Apply
 from .tolerance import euclidean
@@ -33,6 +34,10 @@ class GMRES:
     restart: int = 60
     max_products: int = 300
 
+    def __post_init__(self) -> None:
+        need_count("restart", self.restart, 1)
+        need_count("max_products", self.max_products, 1)
+
     def solve(self, apply: Apply, rhs: Tensor, start: Tensor | None, rtol: float) -> LinearSolution:
         """Solve to a relative residual of ``rtol`` if possible."""
         return gmres(apply, rhs, start, rtol, self.restart, self.max_products)
@@ -47,6 +52,9 @@ class BiCGSTAB:
     """
 
     max_products: int = 600
+
+    def __post_init__(self) -> None:
+        need_count("max_products", self.max_products, 1)
 
     def solve(self, apply: Apply, rhs: Tensor, start: Tensor | None, rtol: float) -> LinearSolution:
         """Solve to a relative residual of ``rtol`` if possible, beginning again where it breaks down."""
@@ -87,6 +95,10 @@ class Neumann:
 
     terms: int
     damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        need_count("terms", self.terms, 1)
+        need_positive("damping", self.damping)
 
     def solve(self, apply: Apply, rhs: Tensor, start: Tensor | None, rtol: float) -> LinearSolution:
         """Sum the series; neither ``start`` nor ``rtol`` changes it."""

@@ -16,6 +16,8 @@ REMEMBERED = 4
 KEEN = 0.45
 # while the steps missing are fewer than this share of the unknowns, and where a sample has many of these.
 SHARE, WIDE = 0.5, 256
+# How many differences Anderson's method remembers on slow problems: more where a sample has fewer unknowns than that.
+DEEP, DEEP_WIDE = 24, 15
 # Over how many steps the pace is measured.
 SPAN = 8
 

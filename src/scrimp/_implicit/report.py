@@ -67,11 +67,20 @@ def report_curvature(is_minimum: Tensor, layout: Layout, on_fail: OnFail) -> Non
     _say(message, ConvergenceWarning, on_fail)
 
 
-def report_gradient(info: BackwardInfo, adjoint: Adjoint, layout: Layout, on_fail: OnFail) -> None:
-    """Say it if an adjoint equation was not solved, or its solution cannot be trusted."""
+def report_gradient(info: BackwardInfo, sound: Tensor, adjoint: Adjoint, layout: Layout, on_fail: OnFail) -> None:
+    """Say it if an adjoint equation was not solved, or not well, or its right-hand side was not ``sound``."""
     failed = ~info.solved.flatten()
     if on_fail == "ignore" or not bool(failed.any()):
         return
+    if not bool(sound.all()):
+        message = (
+            f"the gradient that came in for {_which(~sound, layout)} is not finite, so what goes out is NaN: "
+            "look at the loss and at what lies between it and the solution"
+        )
+        _say(message, GradientWarning, on_fail)
+        failed = failed & sound
+        if not bool(failed.any()):
+            return
     worst = int(info.gradient_error.flatten().nan_to_num(float("inf")).argmax())
     residual, error = float(info.residual.flatten()[worst]), float(info.gradient_error.flatten()[worst])
     exact = isinstance(adjoint, Implicit)

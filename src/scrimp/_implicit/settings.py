@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import ConvergenceWarning
 from .adjoints import Adjoint
+from .checks import need_count
 from .equation import RowNorm
 from .iterate import Progress
 from .report import CHOICES, OnFail
@@ -33,11 +34,15 @@ class Settings:
             raise TypeError(f"adjoint must be one of scrimp.adjoints, such as Implicit(); have {self.adjoint!r}")
         if self.on_fail not in CHOICES:
             raise ValueError(f"on_fail must be one of {CHOICES}; have {self.on_fail!r}")
-        if self.order < 1:
-            raise ValueError(f"order must be at least 1, the order of the highest derivative; have {self.order}")
-        if self.max_steps < 0:
-            raise ValueError(f"max_steps must not be negative; have {self.max_steps}")
+        need_count("order, that of the highest derivative,", self.order, 1)
+        need_count("max_steps", self.max_steps, 0)
+        if not callable(self.norm):
+            raise TypeError(f"norm must give the norms of a matrix's rows; have {self.norm!r}")
+        if self.warm is not None and not isinstance(self.warm, WarmStart):
+            raise TypeError(f"warm must be a scrimp.solvers.WarmStart(), made once; have {self.warm!r}")
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
+            if value is not None and not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number; have {value!r}")
             if value is not None and not value >= 0:
                 raise ValueError(f"{name} must not be negative; have {value}")
 

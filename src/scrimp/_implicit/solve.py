@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -83,12 +85,19 @@ def adjoint_solve(
         adjoint=adjoint,
         rtol=adjoint_rtol(adjoint, tolerance.rtol, computing_eps(equation.layout)),
         forward_error=relative_error(equation, x, at.residual.detach(), start_scale),
-        state_error=info.state_error.flatten(),
-        expected_error=info.expected_error.flatten(),
+        state_error=_for_each(info.state_error, len(x), torch.amax),
+        expected_error=_for_each(info.expected_error, len(x), torch.amin),
         on_fail=settings.on_fail,
         log=info.backward_log,
         warm=settings.warm,
     )
+
+
+def _for_each(values: Tensor, rows: int, worst: Callable[[Tensor], Tensor]) -> Tensor:
+    """A value for each row; the worst for all where a transform made other rows of the samples that were solved."""
+    if values.numel() == rows or not values.numel():
+        return values.flatten()
+    return worst(values).expand(rows)
 
 
 def _checked(

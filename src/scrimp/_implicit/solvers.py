@@ -7,12 +7,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .checks import need_count, need_positive
 from .equation import Equation
 from .gmres import LinearSolution
 from .iterate import Stepper
 from .krylov import Apply
 from .linear import anderson_solve
 from .newton import NewtonStepper
+from .pace import DEEP, DEEP_WIDE, WIDE
 from .steppers import AndersonStepper, AutoStepper, BroydenStepper, PicardStepper
 
 
@@ -30,14 +32,20 @@ class Auto:
     Holds up to 2 · ``depth`` states, 4 · ``depth`` where Anderson's steps are stuck.
 
     Attributes:
-        depth: How many differences Anderson acceleration may remember on a slow problem.
+        depth: How many differences Anderson acceleration may remember on a slow problem. None for 24, or 15 where a
+            sample has so many unknowns that remembering more costs as much time as it saves.
     """
 
-    depth: int = 15
+    depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.depth is not None:
+            need_count("depth", self.depth, 1)
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
-        return AutoStepper(equation, x0, self.depth)
+        depth = self.depth or (DEEP if x0.shape[1] < WIDE else DEEP_WIDE)
+        return AutoStepper(equation, x0, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,9 @@ class Picard:
     """
 
     damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        need_positive("damping", self.damping)
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
@@ -69,6 +80,11 @@ class Anderson:
     damping: float = 1.0
     max_products: int = 200
 
+    def __post_init__(self) -> None:
+        need_count("depth", self.depth, 1)
+        need_positive("damping", self.damping)
+        need_count("max_products", self.max_products, 1)
+
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
         return AndersonStepper(x0, self.depth, self.damping)
@@ -88,6 +104,9 @@ class Broyden:
 
     depth: int = 30
 
+    def __post_init__(self) -> None:
+        need_count("depth", self.depth, 1)
+
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""
         return BroydenStepper(x0, self.depth)
@@ -104,6 +123,10 @@ class NewtonKrylov:
 
     restart: int = 30
     max_products: int = 90
+
+    def __post_init__(self) -> None:
+        need_count("restart", self.restart, 1)
+        need_count("max_products", self.max_products, 1)
 
     def stepper(self, equation: Equation, x0: Tensor) -> Stepper:
         """The steps, for one solve from ``x0``."""

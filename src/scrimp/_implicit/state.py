@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .checks import need_count
+
 Tree: TypeAlias = Any
 """A tensor, or lists, tuples, dicts and named tuples of tensors, nested."""
 
@@ -90,6 +92,7 @@ class Layout:
 
 def layout_of(x0: Tree, batch_dims: int) -> Layout:
     """The layout of a state whose first ``batch_dims`` dimensions count independent samples."""
+    need_count("batch_dims", batch_dims, 0)
     tensors, structure = pytree.tree_flatten(x0)
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise TypeError("x0 must be a tensor or a pytree of tensors, at least one; wrap numbers in torch.tensor")
@@ -99,7 +102,7 @@ def layout_of(x0: Tree, batch_dims: int) -> Layout:
     if len({t.device for t in tensors}) != 1:
         raise ValueError(f"x0 must lie on one device; have {sorted({str(t.device) for t in tensors})}; move it")
     batch_shape = tensors[0].shape[:batch_dims]
-    if batch_dims < 0 or any(t.dim() < batch_dims or t.shape[:batch_dims] != batch_shape for t in tensors):
+    if any(t.dim() < batch_dims or t.shape[:batch_dims] != batch_shape for t in tensors):
         raise ValueError(
             f"every tensor of x0 must begin with the same {batch_dims} batch dimensions (batch_dims); "
             f"have shapes {[tuple(t.shape) for t in tensors]}; batch_dims=0 takes the state as one problem"

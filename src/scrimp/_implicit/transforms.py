@@ -95,7 +95,7 @@ def refuse_hidden(function: Callable[[Tree, Leaves], Tree], state: Tree, leaves:
     The search runs below the transforms, where such a tensor would pass for a constant, and its derivative
     for zero.
     """
-    constants = tuple(_primal(leaf).detach() for leaf in leaves)
+    constants = tuple(_constant(leaf) for leaf in leaves)
     for result in pytree.tree_leaves(function(state, constants)):
         if _has_tangent(result) or _requires_grad_somewhere(result):
             raise AdjointError(
@@ -104,16 +104,18 @@ def refuse_hidden(function: Callable[[Tree, Leaves], Tree], state: Tree, leaves:
             )
 
 
-def _primal(tensor: Tensor) -> Tensor:
-    if forward_ad._current_level < 0:
-        return tensor
-    primal: Tensor = forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
-    return primal
+def _constant(tensor: Tensor) -> Tensor:
+    """The tensor without its derivatives, forward and reverse."""
+    with forward_ad._set_fwd_grad_enabled(False):
+        return tensor.detach()
 
 
 def _has_tangent(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
+    # A batch has no tangent of its own, what it holds may have one.
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 

@@ -8,21 +8,25 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scrimp._budget import Budget, parse_budget
+from scrimp._compiler import never_compiled
+from scrimp._loops.form import Form, Tree
 from scrimp._loops.keep import Keeper
 from scrimp._loops.node import Loop
+from scrimp._loops.patience import Patience
 from scrimp._loops.progress import Progress, Report
-from scrimp._loops.stack import Stacks
-from scrimp._loops.step import Frame, Step, Tree, check_leaves
+from scrimp._loops.seal import seal
+from scrimp._loops.stack import Stacks, transformed
+from scrimp._loops.step import Frame, Step, check_leaves
 from scrimp._loops.tape import Tape
-from scrimp.errors import BudgetError, LoopError
+from scrimp.errors import BudgetError, LoopError, StoreError
 from scrimp.store import Host, Store
 
 State = TypeVar("State")
 
 
+@never_compiled
 def scan(
     step: Callable[[State, Any], tuple[State, Any]],
     state: State,
@@ -72,23 +76,31 @@ def scan(
         >>> h, losses = scrimp.scan(step, h0, xs, slots=20)
         >>> losses.sum().backward()
     """
-    leaves, spec = pytree.tree_flatten(state)
+    _refuse_transforms()
+    leaves, form = Form.of(state)
     check_leaves(leaves, "the state")
-    slices, x_spec = pytree.tree_flatten(xs) if xs is not None else ([], None)
+    slices, x_form = Form.of(xs) if xs is not None else ([], None)
     length = _length(slices, length, until)
     if host is not None and not isinstance(host, Store):
         host = Host(parse_budget(host))
+    if disk is not None and not isinstance(disk, Store):
+        raise StoreError(f"disk= needs a store that says where: scrimp.store.Disk(path, {disk!r}); have {disk!r}")
     stores = tuple(store for store in (host, disk) if store is not None)
-    keeper = _keeper(length, until, budget, slots, stores)
-    function = Step(step, spec, x_spec)
+    _check_limits(until if length is None else None, budget, slots, stores)
+    function = Step(step, form, x_form)
     stacks = Stacks(None if until is not None else length)
     if not torch.is_grad_enabled():
         final, steps = _plainly(function, leaves, slices, length, until, stacks, Report(progress, length))
         return function.tree(final), _outputs(function, stacks.finished(), steps)
-    tape = Tape(function, keeper, Report(progress, None if until is not None else length))
+    depends_on = [one for one in (*leaves, *slices) if isinstance(one, Tensor) and one.requires_grad]
+    bytes_for_states = None if budget is None else parse_budget(budget)
+    keeper = Keeper(None if until is not None else length, length, slots, bytes_for_states, stores)
+    tape = Tape(function, keeper, Report(progress, None if until is not None else length), depends_on)
     first = Frame.of(leaves)
     last = tape.forward(first, slices, length, until, stacks)
     outputs = stacks.finished()
+    wanted = [one[-1] for one, want in zip(outputs, stacks.wants, strict=True) if want and one is not None]
+    tape.last = seal([*last.leaves, *wanted])
     final, outputs = _attached(tape, leaves, slices, last, outputs, stacks.wants)
     return function.tree(final), _outputs(function, outputs, tape.length)
 
@@ -120,6 +132,15 @@ def _attached(
     return done[: len(leaves)], done[len(leaves) :]
 
 
+def _refuse_transforms() -> None:
+    """Raise where tensors would be differentiated in a way that the loop's node in the graph does not know."""
+    if torch.is_grad_enabled() and transformed():
+        raise LoopError(
+            "transforms of torch.func and forward-mode derivatives cannot go through scan(), which keeps no graph of "
+            "its steps. Use them within a step, or write the loop plainly; under torch.no_grad() scan() is a plain loop"
+        )
+
+
 def _plainly(
     step: Step,
     leaves: list[Any],
@@ -130,18 +151,18 @@ def _plainly(
     report: Report,
 ) -> tuple[list[Any], int]:
     """Run the loop without gradients."""
-    done = 0
+    done, patience = 0, Patience()  # which is not entered: nothing here could be left half way
     while (length is None or done < length) and not (until is not None and bool(until(step.tree(leaves)))):
-        ran = step.run(leaves, [one[done] for one in xs])
+        ran = step.run(leaves, [one[done] for one in xs], patience)
         leaves = ran.state
         stacks.add(done, ran.output)
         done += 1
-        report.forward(done)
+        report.forward(done, patience)
     return leaves, done
 
 
 def _outputs(step: Step, stacked: list[Any], steps: int) -> Tree:
-    return pytree.tree_unflatten(stacked, step.output_spec) if steps and step.output_spec is not None else None
+    return step.output_form.tree(stacked) if steps and step.output_form is not None else None
 
 
 def _length(xs: Sequence[Any], length: int | None, until: object) -> int | None:
@@ -159,15 +180,13 @@ def _length(xs: Sequence[Any], length: int | None, until: object) -> int | None:
     return length if length is not None else next(iter(sizes), None)
 
 
-def _keeper(
-    length: int | None, until: object, budget: Budget | None, slots: int | None, stores: tuple[Store, ...]
-) -> Keeper:
+def _check_limits(endless: object, budget: Budget | None, slots: int | None, stores: tuple[Store, ...]) -> None:
     if budget is not None and slots is not None:
         raise BudgetError("give budget= in bytes or slots=, a number of states, and not both")
     if slots is not None and slots < 1:
         raise BudgetError(f"slots counts the first state too, so it is 1 or more; have {slots}", smallest=None)
-    if until is not None and budget is None and slots is None and not stores:
-        raise BudgetError('a loop whose length is not known needs a budget for its states: budget="64MiB", or slots=')
-    return Keeper(
-        None if until is not None else length, slots, None if budget is None else parse_budget(budget), stores
-    )
+    if endless is not None and budget is None and slots is None and not stores and torch.is_grad_enabled():
+        raise BudgetError(
+            "a loop whose length is not known needs a budget for its states: have neither of the two; give "
+            'budget="64MiB", or slots=, or length= as the most steps that it may take'
+        )

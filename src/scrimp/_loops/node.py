@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from scrimp._compiler import never_compiled
 from scrimp._loops.reverse import Reversal
 from scrimp._loops.step import Frame
 from scrimp._loops.tape import Tape
@@ -33,10 +34,12 @@ class Loop(torch.autograd.Function):
         ctx.own = len(own)
         ctx.outer = len(tape.borders)
         ctx.save_for_backward(*tensors[ctx.outer :])
+        ctx.sums = None
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Go back through the loop."""
         tensors = ctx.saved_tensors
@@ -46,7 +49,7 @@ class Loop(torch.autograd.Function):
         by = [None if place is None else gradients[place] for place in ctx.places]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         reversal = Reversal(ctx.tape, first, xs, by[: len(leaves)], by[len(leaves) :], keep)
-        reversal.run()
+        reversal.run(ctx.sums)
         by_own: list[Tensor | None] = [None] * ctx.own
         for one, gradient in zip(ctx.constants, reversal.by_state, strict=True):
             if isinstance(one, int):

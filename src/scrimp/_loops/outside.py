@@ -65,7 +65,8 @@ class Outside:
     written: dict[int, Written] = field(default_factory=dict)
     """By storage."""
     generators: dict[int, tuple[torch.Generator, bytes]] = field(default_factory=dict)
-    """With the state that each had before the loop."""
+    """By address, since an operator is given another Python object for one each time. With the state before the loop.
+    """
     carried: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Tensors that one step made, and a later one read though they were not in its state."""
     fleeting: bool = False
@@ -82,8 +83,8 @@ class Outside:
 
     def meet(self, generator: torch.Generator) -> None:
         """Take note of a generator that a step is about to draw from for the first time."""
-        if id(generator) not in self.generators:
-            self.generators[id(generator)] = generator, _state_of(generator)
+        if generator._cdata not in self.generators:  # type: ignore[attr-defined]
+            self.generators[generator._cdata] = generator, _state_of(generator)  # type: ignore[attr-defined]
 
     def add(self, address: int, tensor: Tensor) -> None:
         """Take note of a tensor that a step is about to use for the first time."""
@@ -124,6 +125,8 @@ class Outside:
     def snapshot(self) -> Snapshot:
         """Return all that a step can depend on besides its arguments, as it is now."""
         last, fresh = self._last, 0
+        if last is not None and not (self.generators or self.written or self.python or self.numpy):
+            return last  # steps depend on nothing
         states: dict[int, bytes] = {}
         for key, (generator, first) in self.generators.items():
             state = _state_of(generator)
@@ -160,7 +163,8 @@ class Outside:
         """Make everything as it was then."""
         for key, (generator, first) in self.generators.items():
             state = snapshot.generators.get(key, first)
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            with torch._C._DisableTorchDispatch():  # fake tensors are no business of a generator
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         for key, one in self.written.items():
             one.memory.copy_(snapshot.memory.get(key, one.first))
         if self.python:
@@ -180,7 +184,8 @@ def default_generators() -> list[torch.Generator]:
 
 
 def _state_of(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
+    with torch._C._DisableTorchDispatch():
+        return generator.get_state().numpy().tobytes()
 
 
 def _same_numpy(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
+from scrimp._loops.patience import Patience
+
 
 class Phase(Enum):
     """Which way a loop goes."""
@@ -35,12 +37,12 @@ class Report:
     total: int | None
     repeated: int = 0
 
-    def forward(self, done: int) -> None:
+    def forward(self, done: int, patience: Patience) -> None:
         """One step was run."""
         if self.to is not None:
-            self.to(Progress(Phase.FORWARD, done, self.total))
+            patience.call(self.to, Progress(Phase.FORWARD, done, self.total))
 
-    def backward(self, done: int, total: int) -> None:
+    def backward(self, done: int, total: int, patience: Patience) -> None:
         """One step was reversed."""
         if self.to is not None:
-            self.to(Progress(Phase.BACKWARD, done, total, self.repeated))
+            patience.call(self.to, Progress(Phase.BACKWARD, done, total, self.repeated))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scrimp._geometry import Geometry, geometry_of, is_plain, look
+from scrimp._loops.patience import Patience
 from scrimp._loops.step import Frame
 from scrimp._streams import stream_of
 from scrimp.errors import BudgetError
@@ -45,8 +46,9 @@ class Parked:
         return replace(self.frame, leaves=leaves, versions=versions)
 
     def __del__(self) -> None:
-        for copy in self._copies.values():
-            copy.discard()
+        with Patience():
+            for copy in self._copies.values():
+                copy.discard()
 
 
 def parked(frame: Frame, store: Store, stays: Container[int]) -> Parked | None:
@@ -78,7 +80,9 @@ def parked(frame: Frame, store: Store, stays: Container[int]) -> Parked | None:
 class Shelf:
     """The kept states of one loop, by step."""
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(self, stores: Sequence[Store], room: int | None) -> None:
+        self._room = room
+        """Bytes that states beside the first may have on the device; None: as many as they like."""
         self.near: int | None = None
         """How many states beside the first may be on the device; None: all."""
         self.stays: Container[int] = ()
@@ -94,10 +98,17 @@ class Shelf:
 
     def copy(self) -> Shelf:
         """Return another shelf with the same states; what is taken from one stays on the other."""
-        other = Shelf(self._stores)
+        other = Shelf(self._stores, self._room)
         other.near, other.stays = self.near, self.stays
         other._frames = dict(self._frames)
         return other
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether one more state can be kept. With stores there is room as long as those take what is there."""
+        return self._room is None or bool(self._stores) or self._nbytes() + nbytes <= self._room
+
+    def _nbytes(self) -> int:
+        return sum(one.nbytes for step, one in self._frames.items() if step and isinstance(one, Frame))
 
     def put(self, step: int, frame: Frame) -> None:
         """Keep a state; over the limit, the lowest on the device goes into a store."""
@@ -105,14 +116,17 @@ class Shelf:
         self.settle()
 
     def settle(self) -> None:
-        """Put into stores what is over the limit."""
+        """Put into stores what is over the limits."""
         if self.near is None or not self._stores:
             return
-        here = [step for step in sorted(self._frames) if step and isinstance(self._frames[step], Frame)]
-        for step in here[: max(len(here) - self.near, 0)]:
+        for step in sorted(self._frames):
             frame = self._frames[step]
-            assert isinstance(frame, Frame)
-            self._frames[step] = self._parked(frame)
+            if step and isinstance(frame, Frame) and self._is_over():
+                self._frames[step] = self._parked(frame)
+
+    def _is_over(self) -> bool:
+        here = sum(isinstance(one, Frame) for step, one in self._frames.items() if step)
+        return here > (self.near or 0) or (self._room is not None and self._nbytes() > self._room)
 
     def first(self, frame: Frame) -> None:
         """Say what the first state is, which is never put into a store."""
@@ -126,6 +140,10 @@ class Shelf:
     def drop(self, step: int) -> None:
         """Forget a state."""
         del self._frames[step]
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self._frames.clear()
 
     def _parked(self, frame: Frame) -> Parked:
         for store in self._stores:

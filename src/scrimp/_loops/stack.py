@@ -7,16 +7,25 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from scrimp.errors import LoopError
 
 
+def transformed() -> bool:
+    """Tell whether a transform of torch.func or a forward-mode derivative is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 @final
 class Stacks:
-    """One stack for each leaf of the output; where the length is known, memory is taken only once."""
+    """One stack for each leaf of the output; where the length is known, memory is taken only once.
+
+    Outputs that a transform of torch.func wraps, or that have a tangent, cannot be written to memory that does not.
+    """
 
     def __init__(self, length: int | None) -> None:
-        self._length = length
+        self._length = None if transformed() else length
         self._first: list[Any] = []
         self._buffers: list[Any] = []
         self.wants: list[bool] = []
@@ -39,7 +48,7 @@ class Stacks:
             self.wants[place] |= leaf.requires_grad
             with torch.no_grad():
                 if isinstance(buffer, list):
-                    buffer.append(leaf.detach())
+                    buffer.append(leaf.detach() if leaf.requires_grad else leaf)
                 else:
                     buffer[step].copy_(leaf)
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scrimp._geometry import is_plain
+from scrimp._loops.form import CONSTANTS, LEAF_TYPES, Form, Leaves, Tree
 from scrimp._loops.outside import Snapshot
+from scrimp._loops.patience import Patience
 from scrimp.errors import LoopError, SourceChangedError
-
-Tree: TypeAlias = Any
-Leaves: TypeAlias = list[Any]
-"""The leaves of a pytree: tensors, and constants between them."""
-
-_CONSTANTS = (type(None), bool, int, float, complex, str)
 
 
 @final
@@ -36,17 +31,33 @@ class Frame:
     def of(cls, leaves: Sequence[Any]) -> Frame:
         """Detach the leaves; what was one tensor in two places stays one."""
         apart: dict[int, Tensor] = {}
-        bare = [apart.setdefault(id(leaf), leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        return cls(bare, wants, tuple(leaf._version if isinstance(leaf, Tensor) else 0 for leaf in bare))
+        bare: Leaves = []
+        wants, versions = [], []
+        for leaf in leaves:
+            wanted, version = False, 0
+            if isinstance(leaf, Tensor):
+                wanted, version = leaf.requires_grad, leaf._version
+                known = apart.get(id(leaf))
+                if known is None:
+                    known = apart[id(leaf)] = leaf.detach()
+                leaf = known
+            bare.append(leaf)
+            wants.append(wanted)
+            versions.append(version)
+        return cls(bare, tuple(wants), tuple(versions))
 
     def arguments(self) -> Leaves:
         """Return what a step is given of this state: fresh leaves for a graph of its own."""
         made: dict[int, Tensor] = {}
+        given: Leaves = []
         for leaf, want in zip(self.leaves, self.wants, strict=True):
-            if isinstance(leaf, Tensor) and id(leaf) not in made:
-                made[id(leaf)] = leaf.detach().requires_grad_(want)
-        return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+            if isinstance(leaf, Tensor):
+                known = made.get(id(leaf))
+                if known is None:
+                    known = made[id(leaf)] = leaf.detach().requires_grad_(want)
+                leaf = known
+            given.append(leaf)
+        return given
 
     def check_unchanged(self) -> None:
         """Raise if somebody wrote to a tensor of this state."""
@@ -80,45 +91,40 @@ class Step:
     """The user's function, and how its arguments and results are built."""
 
     function: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    state_spec: pytree.TreeSpec
-    x_spec: pytree.TreeSpec | None
-    output_spec: pytree.TreeSpec | None = None
+    state_form: Form
+    x_form: Form | None
+    output_form: Form | None = None
 
     def tree(self, leaves: Sequence[Any]) -> Tree:
         """Return the state that has these leaves."""
-        return pytree.tree_unflatten(leaves, self.state_spec)
+        return self.state_form.tree(leaves)
 
-    def run(self, arguments: Leaves, x: Leaves) -> Ran:
+    def run(self, arguments: Leaves, x: Leaves, patience: Patience) -> Ran:
         """Run the step on the leaves of a state and of x."""
         state = self.tree(arguments)
-        given = pytree.tree_unflatten(x, self.x_spec) if self.x_spec is not None else None
-        returned = self.function(state, given)
+        returned = patience.call(self.function, state, None if self.x_form is None else self.x_form.tree(x))
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise LoopError(
                 f"step must return two things, the new state and an output (or None); it returned {_kind(returned)}"
             )
-        following, spec = pytree.tree_flatten(returned[0])
-        if spec != self.state_spec:
-            raise LoopError(
-                f"step must return a state that is built like the one it takes: need {self.state_spec}, have {spec}"
-            )
+        following = self.state_form.leaves(returned[0], "a state that is built like the one it takes")
         check_leaves(following, "the state")
-        output, output_spec = pytree.tree_flatten(returned[1])
-        if self.output_spec is None:
-            self.output_spec = output_spec
-        elif output_spec != self.output_spec:
-            raise LoopError(
-                f"step must return outputs that are built alike: the first was {self.output_spec}, have {output_spec}"
-            )
-        if any(not (leaf is None or isinstance(leaf, Tensor)) for leaf in output):
-            raise LoopError("outputs of a step must be tensors or None, since they are stacked; use torch.as_tensor")
+        if self.output_form is None:
+            output, self.output_form = Form.of(returned[1])
+        else:
+            output = self.output_form.leaves(returned[1], "outputs that are built alike")
+        for leaf in output:
+            if not (leaf is None or isinstance(leaf, Tensor)):
+                raise LoopError(
+                    "outputs of a step must be tensors or None, since they are stacked; use torch.as_tensor"
+                )
         return Ran(arguments, x, following, output)
 
 
 def check_leaves(leaves: Sequence[Any], what: str) -> None:
     """Raise if there is something that cannot be carried from step to step."""
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+        if type(leaf) not in LEAF_TYPES and not isinstance(leaf, (Tensor, *CONSTANTS)):
             raise LoopError(f"{what} must hold tensors, numbers, strings or None; it holds {_kind(leaf)}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 # What these tell of a tensor is its own, and not its content.
@@ -20,6 +20,12 @@ _PERSONAL = {
 def needs_alias(tensor: Tensor) -> bool:
     """Tell whether a graph of a step must not reach this tensor: behind it are nodes or hooks of the caller's."""
     return tensor.grad_fn is not None or bool(tensor._backward_hooks)
+
+
+def in_use() -> list[Substitute]:
+    """Return those in force, the outermost first."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in modes if isinstance(mode, Substitute)]
 
 
 @final

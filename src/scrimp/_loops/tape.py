@@ -9,16 +9,21 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from scrimp._loops.conditions import Conditions
+from scrimp._loops.entry import Behind, Entry, Gate
+from scrimp._loops.form import Leaves
 from scrimp._loops.graph import borders
 from scrimp._loops.keep import Keeper
 from scrimp._loops.outside import Outside, sequence_number
+from scrimp._loops.patience import Patience
 from scrimp._loops.progress import Report
+from scrimp._loops.seal import Seal
 from scrimp._loops.stack import Stacks
 from scrimp._loops.step import Frame, Ran, Step, slice_of
+from scrimp._loops.substitute import Substitute, in_use
 from scrimp._loops.watch import Watch
-from scrimp.errors import LoopError
 
 
 class Pattern(NamedTuple):
@@ -61,13 +66,24 @@ class Tape:
     step: Step
     keeper: Keeper
     report: Report
+    depends_on: Sequence[Tensor]
+    """What the loop is given and requires grad; let go when it is over, since its node in the graph has it."""
     conditions: Conditions = field(default_factory=Conditions.now)
     outside: Outside = field(default_factory=Outside)
+    patience: Patience = field(default_factory=Patience)
     watch: Watch = field(init=False)
     patterns: Patterns = field(default_factory=Patterns)
     borders: dict[int, Tensor] = field(default_factory=dict)
     """Tensors from outside that gradients go to."""
     length: int = 0
+    has_loops: bool = False
+    """Some steps have loops in them."""
+    last: Seal = ()
+    """Of what the last step returned."""
+    around: Sequence[Substitute] = field(default_factory=in_use)
+    """Of loops around this one, in whose steps it runs."""
+    _behind: tuple[int, Tensor] | None = None
+    """What arguments depend on; made again when more tensors from outside are known."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.outside)
@@ -81,7 +97,7 @@ class Tape:
         stacks: Stacks,
     ) -> Frame:
         """Run the loop, ``most`` steps at most; return its final state."""
-        with self.conditions.in_force():
+        with self.patience, self.conditions.in_force():
             self.keeper.start(state, xs, self.outside)
             while most is None or self.length < most:
                 if until is not None and self._ask(until, state):
@@ -89,31 +105,46 @@ class Tape:
                 self.keeper.arrive(self.length, state)
                 state = self._one(state, slice_of(xs, self.length), stacks)
                 self.length += 1
-                self.report.forward(self.length)
+                self.report.forward(self.length, self.patience)
             self.watch.begin(())
             self.watch.finished = True
             self.outside.finish()
             self.keeper.finish(self.length)
+            self.depends_on, self._behind = (), None
         return state
 
     def _one(self, frame: Frame, x: list[Any], stacks: Stacks) -> Frame:
-        arguments = frame.arguments()
+        since, gate = sequence_number(), Gate()
+        arguments, x, entry = self._enter(frame.arguments(), x, gate)
         given = [leaf for leaf in (*arguments, *x) if isinstance(leaf, Tensor)]
         self.watch.begin(given)
-        since = sequence_number()
-        gate = _Gate()
-        for leaf in given:
-            if leaf.requires_grad:
-                leaf.register_hook(gate)  # type: ignore[no-untyped-call]
         with self.watch:
-            ran = self.step.run(arguments, x)
-        gate.closed = True
+            ran = self.step.run(arguments, x, self.patience)
+        gate.over = True
         self.watch.end()
-        for tensor in borders(ran.tensors(), {id(leaf) for leaf in given}, self.outside.sources, since):
+        arrived = {id(leaf) for leaf in given}
+        found, has_loops = borders(ran.tensors(), arrived, entry, self.outside.sources, since, self.watch.made)
+        for tensor in found:
             self.borders.setdefault(id(tensor), tensor)
+        self.has_loops = self.has_loops or has_loops
         self.patterns.add(self.length, ran)
         stacks.add(self.length, ran.output)
         return Frame.of(ran.state)
+
+    def _enter(self, arguments: Leaves, x: Leaves, gate: Gate) -> tuple[Leaves, Leaves, Node | None]:
+        """Put what stands for earlier steps behind the arguments that require grad."""
+        leaves = [*arguments, *x]
+        wanted = {id(leaf): leaf for leaf in leaves if _wants(leaf)}
+        if not wanted:
+            return arguments, x, None
+        if self._behind is None or self._behind[0] != len(self.borders):
+            own = torch.zeros((), requires_grad=True)  # also a leaf that a step made can be what an argument depends on
+            self._behind = len(self.borders), Behind.apply(own, *self.depends_on, *self.borders.values())  # type: ignore[no-untyped-call]
+        bare = [leaf.detach() for leaf in wanted.values()]
+        entered: tuple[Tensor, ...] = Entry.apply(gate, bare, self._behind[1])  # type: ignore[no-untyped-call]
+        handed = dict(zip(wanted, entered, strict=True))
+        leaves = [handed.get(id(leaf), leaf) for leaf in leaves]
+        return leaves[: len(arguments)], leaves[len(arguments) :], entered[0].grad_fn
 
     def _ask(self, until: Callable[[Any], Any], frame: Frame) -> bool:
         state = self.step.tree([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in frame.leaves])
@@ -121,22 +152,9 @@ class Tape:
         self.watch.pure = True
         try:
             with torch.no_grad(), self.watch:
-                return bool(until(state))
+                return bool(self.patience.call(until, state))
         finally:
             self.watch.pure = False
-
-
-class _Gate:
-    """A hook that lets gradients pass while a step runs, which may differentiate, and no more when it is over."""
-
-    closed = False
-
-    def __call__(self, gradient: Tensor) -> None:
-        if self.closed:
-            raise LoopError(
-                "a tensor that a step of the loop left outside was differentiated, and its graph ends where that step "
-                "began; return it as an output of the step"
-            )
 
 
 def _wants(leaf: object) -> bool:

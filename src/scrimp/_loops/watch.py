@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scrimp._below import passed_on
+from scrimp._compiler import never_compiled
 from scrimp._geometry import is_plain
 from scrimp._loops.outside import Outside, address_of, default_generators, sequence_number
 from scrimp._operators import Kind, Operator, operator
@@ -32,6 +34,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Nodes of autograd's graph with smaller numbers are older than the loop."""
         self.finished = False
         """The loop is over: what steps touch now, as they run again, must be known already."""
+        self.varies = False
+        """An operator ran that may give something else the next time."""
         self.pure = False
         """What runs now may neither draw random numbers nor write to memory from outside."""
         self._given: set[int] = set()
@@ -76,10 +80,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # wrapping the next method in what keeps the compiler out would cost more than the method itself
+        # Yes would have torch wrap the next method in what keeps the compiler out of it, which costs several
+        # microseconds an operator. `never_compiled` does what that is for.
+        return False
+
+    def made(self, tensor: Tensor) -> bool:
+        """Tell whether the memory of a tensor came from an operator of the step that was watched last."""
+        address = address_of(tensor)
+        return address in self._made and address not in self._given
 
     # -- operators --------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -106,13 +118,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._draw(func, args, kwargs)
         if facts.writes or facts.kind is Kind.RESTORAGE:
             self._before_write(facts, args, kwargs)
-        result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage() if is_plain(tensor) else None
-            address = id(tensor) if storage is None else storage._cdata
-            if address not in self._made and address not in self.outside.seen:
-                self._made[address] = None if storage is None else weakref.ref(storage)
+        result = passed_on(func, args, kwargs)
+        if facts.varies and not all(facts.repeats_on(tensor.device) for tensor in tensors_in(result)):
+            self.varies = True
+        if isinstance(result, Tensor):
+            self._make(result)
+        else:
+            for tensor in tensors_in(result):
+                self._make(tensor)
         return result
+
+    def _make(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage() if is_plain(tensor) else None
+        address = id(tensor) if storage is None else storage._cdata
+        if address not in self._made and address not in self.outside.seen:
+            self._made[address] = None if storage is None else weakref.ref(storage)
 
     def _read(self, tensor: Tensor) -> None:
         address = address_of(tensor)

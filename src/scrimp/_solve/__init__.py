@@ -7,21 +7,30 @@ from .._plan import Plan
 from .._simulate import simulate_index
 from .._standing import lines_of, name_moment, standing
 from .._trace import Trace
-from ..errors import BudgetError
+from ..errors import BudgetError, PlanError
+from ._joint import JointPlanner
 from ._planner import Planner, Solution
 
 __all__ = ["frontier", "plan"]
 
 
-def plan(trace: Trace, budget: Budget) -> Plan:
+def plan(trace: Trace, budget: Budget, *, host: Budget | None = None, disk: Budget | None = None) -> Plan:
     """The fastest plan found whose peak, at every moment of the step, is within the budget.
+
+    Values are kept, or dropped and replayed; with ``host`` or ``disk`` they may also wait in a store. A plan with
+    a store is never slower than the one without.
 
     Args:
         trace: the step to plan.
         budget: bytes that the whole step may use, parameters and gradients included: ``"8GiB"``, ``"8 GB"``
             or an int.
+        host: bytes of host memory that stored values may take; None: none. The link to it has the bandwidths of
+            the trace.
+        disk: bytes of files that they may take beyond that. The bandwidths of the trace are then those of both
+            together.
 
     Raises:
+        PlanError: when values may be stored, and the trace has no bandwidths.
         BudgetError: when no plan within the budget was found; it names the smallest budget that works,
             and what stands at its peak.
 
@@ -39,7 +48,7 @@ def plan(trace: Trace, budget: Budget) -> Plan:
         peak 1.56 KiB of 1.95 KiB, time +0.0% (no plan below +0.0%); 2 kept, 0 dropped, 0 stored
     """
     nbytes = parse_budget(budget)
-    planner = Planner(trace)
+    planner = _planner(trace, host, disk)
     solution = planner.solve(nbytes)
     if solution is None:
         solution = planner.smallest()
@@ -48,12 +57,16 @@ def plan(trace: Trace, budget: Budget) -> Plan:
     return _plan(planner, solution, nbytes)
 
 
-def frontier(trace: Trace, points: int = 12) -> tuple[Plan, ...]:
+def frontier(
+    trace: Trace, points: int = 12, *, host: Budget | None = None, disk: Budget | None = None
+) -> tuple[Plan, ...]:
     """Peak against time: plans for budgets from the smallest feasible one to what keeping everything takes.
 
     Args:
         trace: the step to plan.
         points: how many budgets, at least two, evenly spaced by ratio.
+        host: as for :func:`plan`.
+        disk: as for :func:`plan`.
 
     Returns:
         The plans, by increasing budget; a larger budget never takes more time.
@@ -70,7 +83,7 @@ def frontier(trace: Trace, points: int = 12) -> tuple[Plan, ...]:
     """
     if points < 2:
         raise ValueError(f"A frontier needs at least two points; got points={points}.")
-    planner = Planner(trace)
+    planner = _planner(trace, host, disk)
     best = planner.smallest()
     largest = planner.plain.peak
     ratio = (largest / best.peak) ** (1 / (points - 1)) if best.peak else 1.0
@@ -84,7 +97,20 @@ def frontier(trace: Trace, points: int = 12) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
-def _plan(planner: Planner, solution: Solution, budget: int) -> Plan:
+def _planner(trace: Trace, host: Budget | None, disk: Budget | None) -> Planner | JointPlanner:
+    """What solves the trace, with as many bytes of stores as there are."""
+    capacity = sum(parse_budget(tier) for tier in (host, disk) if tier is not None)
+    if not capacity:
+        return Planner(trace)
+    if not trace.out_bandwidth or not trace.in_bandwidth:
+        raise PlanError(
+            "need to know how fast a store is to plan with one, have a trace without bandwidths. Give it what was "
+            "measured: dataclasses.replace(trace, out_bandwidth=25e9, in_bandwidth=25e9), in bytes per second."
+        )
+    return JointPlanner(Planner(trace), capacity)
+
+
+def _plan(planner: Planner | JointPlanner, solution: Solution, budget: int) -> Plan:
     return Plan(
         fingerprint=planner.facts.trace.fingerprint(),
         budget=budget,
@@ -96,7 +122,7 @@ def _plan(planner: Planner, solution: Solution, budget: int) -> Plan:
     )
 
 
-def _infeasible(planner: Planner, smallest: Solution, budget: int) -> BudgetError:
+def _infeasible(planner: Planner | JointPlanner, smallest: Solution, budget: int) -> BudgetError:
     trace = planner.facts.trace
     timeline = simulate_index(planner.facts, smallest.decisions)
     moment = timeline.peak_moment

@@ -22,9 +22,9 @@ from ._liveness import Liveness
 from ._rotor import Rotor
 from ._search import improve
 
-__all__ = ["Planner", "Solution"]
+__all__ = ["CLOSE", "Planner", "Solution"]
 
-_CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
+CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not searched further
 _CHAIN_PAYS = 0.01  # of the step's time: a chain's schedule is looked for when this much may be gained
 _BAND = 10  # longest split in a chain's schedule, at least
 _CELLS = 2000  # about how many subchains to solve: short chains get a wider band
@@ -117,7 +117,7 @@ class Planner:
         return Solution(decisions, timeline.peak, timeline.seconds)
 
     def _enough(self, bound: Bound) -> float:
-        return self.plain.seconds * (1 + _CLOSE) + bound.added_seconds
+        return self.plain.seconds * (1 + CLOSE) + bound.added_seconds
 
     def _repaired(self, budget: int, bound: Bound, enough: float) -> Iterator[Liveness]:
         """The starts, repaired; one that takes no more than ``enough`` seconds is the last."""

@@ -121,6 +121,8 @@ class Disk(Store):
         return within and self._refuses is None
 
     def _memory_for(self, nbytes: int, device: torch.device) -> Memory:
+        if device.type == "cpu":
+            return plain(nbytes)  # seen by all: it is the memory of the step that bytes come back to
         with unseen():
             memory = self._staging.take(nbytes) if device.type == "cuda" else None
             return plain(nbytes) if memory is None else memory
@@ -197,6 +199,13 @@ class DiskCopy(Copy):
             memory = self._disk._memory_for(self.nbytes, self.device)
             checksum = self._write.result().checksum
             self._read = _Job(self._disk._reader.submit(_read_after, self._path, memory, self.nbytes, checksum), memory)
+
+    def arrive(self) -> None:
+        with self._disk._turn:
+            self.see_to_write()
+
+    def set_out(self) -> None:
+        self.approach()
 
     def come(self) -> Landing:
         if self._memory is not None:

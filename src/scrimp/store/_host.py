@@ -77,6 +77,10 @@ class HostCopy(Copy):
         with self._host._turn:
             self._host._account.waited.add(self._host._lanes.left(self._left, content, owner))
 
+    def arrive(self) -> None:
+        if not isinstance(self._left, float):
+            self._left[1].synchronize()
+
     def come(self) -> Landing:
         landing = self._host._lanes.land(self._memory, self.nbytes, self.device)
         if isinstance(landing.span, float):

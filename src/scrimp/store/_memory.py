@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-_LARGEST = 64 << 20
-_SMALLEST = 4 << 10
+from scrimp._pieces import pieces_for
 
 
 class Memory:
@@ -62,25 +61,6 @@ def plain(nbytes: int) -> Memory:
     return Memory((torch.empty(nbytes, dtype=torch.uint8),))
 
 
-def sizes(nbytes: int) -> list[int]:
-    """Split bytes into pieces that are powers of two, with little to spare.
-
-    That is how the system hands out pinned memory without loss, and any value can use the pieces of another again.
-
-    >>> sizes(100_000)
-    [65536, 32768, 16384]
-    """
-    full, rest = divmod(nbytes, _LARGEST)
-    pieces = [_LARGEST] * full
-    unit = max(_SMALLEST, 1 << max(0, (rest - 1).bit_length() - 3))
-    rest = -(-rest // unit) * unit
-    while rest:
-        piece = 1 << (rest.bit_length() - 1)
-        pieces.append(piece)
-        rest -= piece
-    return pieces
-
-
 def pinned(nbytes: int) -> Tensor:
     """Return pinned memory, or pageable where the system has no more of it: copies then hold up the host."""
     try:
@@ -105,7 +85,7 @@ class Pool:
 
     def take(self, nbytes: int) -> Memory | None:
         """Return memory for so many bytes; None where that would be above the limit."""
-        wanted = sizes(nbytes)
+        wanted = pieces_for(nbytes)
         missing = sum(wanted) - self._idle_for(wanted)
         if self._limit is not None and self._allocated + missing > self._limit:
             self._shrink(self._allocated + missing - self._limit, keep=wanted)

@@ -63,6 +63,14 @@ class Copy(abc.ABC):
         """Begin as much of the way back as holds nobody up; it fails without a word."""
 
     @abc.abstractmethod
+    def arrive(self) -> None:
+        """Wait until the bytes are where the store keeps them."""
+
+    def set_out(self) -> None:
+        """Begin the way back because a plan says so, and hold nobody up until the bytes are needed."""
+        self.store._landing_of(self)
+
+    @abc.abstractmethod
     def forget(self) -> None:
         """Give back what it takes of the store."""
 
@@ -167,7 +175,7 @@ class Store(abc.ABC):
     def _prefetch(self, copy: Copy) -> None:
         with self._turn:
             if not copy.on_device:
-                self._landing_of(copy)
+                copy.set_out()
 
     def _landing_of(self, copy: Copy) -> Landing:
         if copy.landing is None:

@@ -128,12 +128,19 @@ class _TieredCopy(Copy):
     def wait_until_left(self, content: Tensor, owner: int) -> None:
         self.inner.wait_until_left(content, owner)
 
+    def arrive(self) -> None:
+        self.inner.arrive()
+
     def come(self) -> Landing:
         return self.inner.store._hand_over(self.inner)
 
     def approach(self) -> None:
         with self.inner.store._turn:
             self.inner.approach()
+
+    def set_out(self) -> None:
+        with self.inner.store._turn:
+            self.inner.set_out()
 
     def forget(self) -> None:
         self.is_forgotten = True

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scrimp._compiler import never_compiled
 from scrimp._live import LiveStorages
 from scrimp.testing._bits import dense_parts
 
@@ -39,6 +40,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The most bytes that ever were."""
         return self._live.peak
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps the method below in one that imports the compiler when it is first called, and what is
+        # alive then stays so until the garbage collector runs. `never_compiled` does what that is for.
+        return False
+
+    @never_compiled
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
