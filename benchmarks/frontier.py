@@ -4,7 +4,7 @@
 
 The alternatives are plain PyTorch, ``torch.utils.checkpoint`` around every block and around every second one, selective
 checkpointing that keeps matrix products and attention, ``save_on_cpu``, and blocks compiled with
-``activation_memory_budget`` in steps. Blocks are the children of the model's longest ``ModuleList`` or ``Sequential``.
+``activation_memory_budget`` in steps. Blocks are the children of the model's largest ``ModuleList`` or ``Sequential``.
 
 On a GPU the models are those of ``models.py`` in their real sizes, and time is the clock's. On the CPU they are
 :data:`MEDIUM`, large enough for their arithmetic to outweigh the cost of watching operators, and time is the
@@ -52,6 +52,7 @@ MEDIUM: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 """By name, what makes a model for the CPU and its batch."""
 
 COMPILED = (1.0, 0.5, 0.25, 0.0)
+WARM = 5  # steps before any is measured
 CLOSE = 0.01  # of the plain step: differences below it are noise
 
 
@@ -90,9 +91,9 @@ class Run:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The children of the longest list of modules."""
+    """The children of the list of modules that holds the most parameters; of equals, the longest."""
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
-    return list(max(lists, key=len)) if lists else []
+    return list(max(lists, key=lambda one: (sum(part.numel() for part in one.parameters()), len(one)), default=[]))
 
 
 def selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -179,7 +180,7 @@ class Bench:
             loss: Tensor = self.model(*self.batch)
         loss.backward()
 
-    def measure_peak(self, run: Run, warm: int = 3) -> None:
+    def measure_peak(self, run: Run, warm: int = WARM) -> None:
         """Run a few steps; a way that fails is not visited again."""
         try:
             with run.attached():
@@ -199,10 +200,10 @@ class Bench:
         self.model.zero_grad()
 
     def time(self, run: Run, steps: int = 2) -> float:
-        """Seconds of the fastest of a few steps, after one to plan or compile."""
+        """Seconds of the fastest of a few steps, after some to trace, plan, try the plan, or compile."""
         with run.attached():
             found = []
-            for _ in range(steps + 2):
+            for _ in range(WARM + steps):
                 self.model.zero_grad()
                 self.wait()
                 start = self.clock()
@@ -210,7 +211,7 @@ class Bench:
                 self.wait()
                 found.append(self.clock() - start)
         self.model.zero_grad()
-        return min(found[2:])
+        return min(found[WARM:])
 
     def wait(self) -> None:
         """Wait for the device."""
