@@ -34,7 +34,7 @@ _EFFORT = 8000  # what a repair, and a search after it, may evaluate
 _EFFORT_EACH = 200  # but no more than this for each value: few values are soon exhausted
 _SEARCHED = 4  # repaired starts that are searched from
 _SMALLEST_WITHIN = 100  # the smallest peak is searched to a percent
-_SMALL = 300  # values up to which starting from everything kept is worth its time
+_SMALL = 300  # values up to which starting from everything kept, and long searches, are worth their time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Planner:
         self._cuts = Cuts(self.facts)
         owner = self.facts.owner
         self._values = sorted(self._cuts.values.tolist(), key=lambda value: owner[value])
+        few = len(self._values) <= _SMALL  # with many, a replay takes longer, and blends find most of what there is
+        self._effort = min(_EFFORT if few else _EFFORT // 2, _EFFORT_EACH * len(self._values))
         self._groups = sorted(self._cuts.groups(), key=lambda group: owner[group[0]])
         self._singles = sorted(
             ((value,) for value in self._values),
@@ -83,13 +85,12 @@ class Planner:
             return None
         # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
         # the end: each is searched a little, the best of them longer.
-        effort = min(_EFFORT, _EFFORT_EACH * len(self._values))
         for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
-            improve(state, budget, self._values, effort, enough, seed)
+            improve(state, budget, self._values, self._effort, enough, seed)
             if state.seconds <= enough:
                 return self._judged(state)
         best = min(found, key=lambda state: state.seconds)
-        improve(best, budget, self._values, _SEARCHED * effort, enough, seed=_SEARCHED)
+        improve(best, budget, self._values, _SEARCHED * self._effort, enough, seed=_SEARCHED)
         return self._judged(best)
 
     def smallest(self) -> Solution:
@@ -205,7 +206,7 @@ class Planner:
         state = Liveness(self.facts, decisions)
         if not reduce(state, budget, self._values):
             return None
-        end = state.effort + _EFFORT
+        end = state.effort + self._effort
         while state.seconds > enough and state.effort < end:
             if not restore(state, budget, [*self._groups, *self._singles], effort=end - state.effort):
                 break
