@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -155,7 +156,7 @@ class BudgetSession:
             # Evicting as memory fills up may do with less than any plan that was found.
             return self._online(inputs, None, error.smallest)
         nbytes = sum(part.nbytes for part in resident)
-        policy = Planned(scheme.trace, scheme.plan)
+        policy = copy.copy(scheme.policy)
         self._control.policy = policy
         limiter = Limiter(self._control, meter_for(self.device, nbytes), self._limit(nbytes), awake=False)
         on_trial = self._book.carried_out.get(known, 0) < (_TRIALS if self.device.type == "cuda" else 1)
@@ -238,10 +239,10 @@ class BudgetSession:
         allowance = -(-now // grain) * grain - now  # for what may come
         if not self._activations_only:
             try:
-                return Scheme(trace, solve(trace, limit - allowance), limit, now + allowance)
+                return _scheme(trace, solve(trace, limit - allowance), limit, now + allowance)
             except BudgetError:
                 pass  # it is tight: try without an allowance
-        return Scheme(trace, solve(trace, limit), limit, now)
+        return _scheme(trace, solve(trace, limit), limit, now)
 
     def _settle(self) -> None:
         """If a step of this session is over, learn from it."""
@@ -301,6 +302,10 @@ class BudgetSession:
         context, self._open = self._open, None
         context.__exit__(kind, error, trace)
         self._settle()
+
+
+def _scheme(trace: Trace, plan: Plan, limit: int, covers: int) -> Scheme:
+    return Scheme(trace, plan, limit, covers, Planned(trace, plan))
 
 
 def _settle_line() -> None:
