@@ -58,8 +58,8 @@ class Run:
             self.seconds.append(time.perf_counter() - start)
             peak = torch.cuda.max_memory_allocated(device)
         else:
-            resident = sum(parameter.nbytes for parameter in model.parameters())
-            resident += sum(tensor.nbytes for tensor in (*batch, *model.buffers()))
+            there = (*model.parameters(), *batch, *model.buffers())
+            resident = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}.values())
             with live_bytes() as count:
                 start = time.perf_counter()
                 model(*batch).backward()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from scrimp._plan import Plan
+from scrimp._planned import Planned
 from scrimp._report import Measured
 from scrimp._steps import Call, Known, Step
 from scrimp._trace import Trace
@@ -37,12 +38,14 @@ class Scheme:
         plan: the plan.
         limit: bytes that the device may hold.
         covers: bytes before the step up to which the plan is within the limit.
+        policy: does what the plan says; each step has a copy, since it takes notes.
     """
 
     trace: Trace
     plan: Plan
     limit: int
     covers: int
+    policy: Planned
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -167,7 +168,7 @@ class BudgetSession:
             # Evicting as memory fills up may do with less than any plan that was found.
             return self._online(inputs, None, error.smallest)
         nbytes = sum(part.nbytes for part in resident)
-        policy = Planned(scheme.trace, scheme.plan, self._elsewhere.store)
+        policy = copy.copy(scheme.policy)
         self._control.policy = policy
         limiter = Limiter(
             self._control, meter_for(self.device, nbytes), self._limit(nbytes), self._elsewhere, awake=False
@@ -254,10 +255,14 @@ class BudgetSession:
         allowance = -(-now // grain) * grain - now  # for what may come
         if not self._activations_only:
             try:
-                return Scheme(*self._elsewhere.solve(trace, limit - allowance), limit, now + allowance)
+                return self._scheme_for(trace, limit - allowance, limit, now + allowance)
             except BudgetError:
                 pass  # it is tight: try without an allowance
-        return Scheme(*self._elsewhere.solve(trace, limit), limit, now)
+        return self._scheme_for(trace, limit, limit, now)
+
+    def _scheme_for(self, trace: Trace, bytes_to_use: int, limit: int, covers: int) -> Scheme:
+        linked, plan = self._elsewhere.solve(trace, bytes_to_use)
+        return Scheme(linked, plan, limit, covers, Planned(linked, plan, self._elsewhere.store))
 
     def _settle(self) -> None:
         """If a step of this session is over, learn from it."""

@@ -19,7 +19,7 @@ from scrimp._live import users
 from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._record import Recorder, tensors_in
-from scrimp._saved import Handle, Hooks
+from scrimp._saved import Handle, Hooks, Whole
 from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
@@ -223,6 +223,9 @@ class StepHooks(Hooks):
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
         self._step.draft.packed.append(tensor.numel())
+        if torch._C._current_graph_task_id() != -1 and self._step.known(tensor) is None:
+            self._step.draft.interleaved = True
+            return Whole(tensor)  # made by backward, for a derivative of higher order: it goes with its handle
         return super()._packed(tensor, by_function)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:

@@ -83,17 +83,19 @@ def train(name: str, budget: int | None = None, steps: int = 4) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = None if budget is None else scrimp.limit(model, budget)
     peaks, losses, resident = [], [], 0
-    for _ in range(steps):
-        batch = make_batch()
-        resident = held(model, optimizer) + batch.nbytes
-        with live_bytes() as count:
-            loss = model(batch).square().mean()
-            loss.backward()
-        peaks.append(resident + count.peak)
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    if session is not None:
-        session.detach()
+    try:
+        for _ in range(steps):
+            batch = make_batch()
+            resident = held(model, optimizer) + batch.nbytes
+            with live_bytes() as count:
+                loss = model(batch).square().mean()
+                loss.backward()
+            peaks.append(resident + count.peak)
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        if session is not None:
+            session.detach()  # an error that somebody holds keeps the model, which would go on to count
     left = (*losses, *(parameter.detach() for parameter in model.parameters()), *model.buffers(), torch.get_rng_state())
     return Trained(tuple(peaks), left, resident)
