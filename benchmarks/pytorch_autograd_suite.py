@@ -46,7 +46,10 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 _THREADED = ("workers-2", "workers-4")
 
-_HOOKED = "wants nothing to hold what a node received while it runs, and hooks after the node, which observers and a pass that is measured need, do"
+_HOOKED = (
+    "wants nothing to hold what a node received while it runs, and hooks after the node, which observers and a pass "
+    "that is measured need, do"
+)
 
 # Tests that ask for something else than what scrimp promises: in which ways, and what that is.
 EXPLAINED: dict[str, tuple[frozenset[str], str]] = {

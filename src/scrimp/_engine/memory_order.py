@@ -100,7 +100,7 @@ class _SavedReader:
         self._names: dict[type, list[str]] = {}  # dir() is slow, and graphs have few kinds of nodes
 
     def storages(self, node: Node) -> list[tuple[int, int]]:
-        """Identity and bytes of the storage of each dense tensor that ``node`` holds: not of what hooks have packed away."""
+        """Identity and bytes of each dense storage that ``node`` holds: not of what hooks have packed away."""
         found = []
         for saved in self._raw(node):
             held = getattr(saved, "data", None)
