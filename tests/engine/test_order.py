@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
@@ -217,6 +218,18 @@ def test_memory_order_of_random_graphs_is_never_worse(random_step: Any) -> None:
     """On 1,000 graphs with hooks, checkpoints and custom Functions, as measured."""
     worse, _ = worse_and_better(lambda seed: random_step(seed).loss, range(1000))
     assert worse == []
+
+
+@pytest.mark.parametrize("order", ["depth-first", "memory"])
+def test_tensors_that_wrap_others_have_an_order(order: Any) -> None:
+    """Their storages have no address to tell them apart by; gradients are those of PyTorch's order."""
+    found = []
+    for way in ("torch", order):
+        x = TwoTensor(torch.full((3,), 2.0), torch.full((3,), 3.0)).requires_grad_()
+        scrimp.backward((x.sin() * x).sum(), order=way)
+        found.append(x.grad)
+    assert torch.equal(found[0].a, found[1].a)
+    assert torch.equal(found[0].b, found[1].b)
 
 
 def test_half_an_order_is_none() -> None:

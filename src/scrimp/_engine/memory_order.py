@@ -65,7 +65,8 @@ def memory_order(graph: Graph, usual: list[Node], other: list[Node]) -> list[Nod
 
 def measure(graph: Graph) -> Sizes:
     """Read shapes and saved tensors off the nodes, without unpacking anything."""
-    owned = {leaf.untyped_storage().data_ptr() for _, leaf in graph.leaves if _is_dense(leaf)}
+    # By identity: the storages of wrapping subclasses have no address.
+    owned = {leaf.untyped_storage()._cdata for _, leaf in graph.leaves if _is_dense(leaf)}
     reader = _SavedReader()
     storages: dict[int, int] = {}
     holders: Counter[int] = Counter()
@@ -99,13 +100,13 @@ class _SavedReader:
         self._names: dict[type, list[str]] = {}  # dir() is slow, and graphs have few kinds of nodes
 
     def storages(self, node: Node) -> list[tuple[int, int]]:
-        """Address and bytes of each dense tensor that ``node`` holds: not of what hooks have packed away."""
+        """Identity and bytes of each dense storage that ``node`` holds: not of what hooks have packed away."""
         found = []
         for saved in self._raw(node):
             held = getattr(saved, "data", None)
             if isinstance(held, torch.Tensor) and _is_dense(held):
                 storage = held.untyped_storage()
-                found.append((storage.data_ptr(), storage.nbytes()))
+                found.append((storage._cdata, storage.nbytes()))
         return found
 
     def _raw(self, node: Node) -> list[object]:
