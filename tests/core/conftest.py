@@ -1,22 +1,12 @@
 """What the exactness suites share."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from scrimp.policy import Answer, Candidate, Decision, Policy
 from scrimp.store import Store
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operators run on one thread: those of several test processes would wait for each other five times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class RandomPolicy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,15 +149,6 @@ class _Builder:
 def build_step(seed: int, *, exact: bool = False, fault: bool = False) -> Step:
     """The same seed builds the same step, with tensors and nodes of its own."""
     return _Builder(seed, exact=exact, fault=fault).build()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_inside_operators() -> Iterator[None]:
-    """Tensors here are tiny: more threads only wait for each other, above all when tests run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
