@@ -1,10 +1,15 @@
 """What all tests share."""
 
+import signal
 import weakref
 
 import pytest
 
 from scrimp import _limit
+
+# A shell has jobs in the background ignore Ctrl-C, and so would all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
