@@ -107,7 +107,7 @@ def test_a_fault_surfaces_once_and_leaves_nothing(
     threads = threading.active_count()
     raised = 0
     for seed in seeds:
-        faulthandler.dump_traceback_later(20, exit=True)
+        faulthandler.dump_traceback_later(120, exit=True)
         faulty = random_step(seed, fault=True)
         numbers = _numbers(faulty.loss)
         plain = outcome(lambda seed=seed: random_step(seed, fault=True).loss.backward())

@@ -149,7 +149,7 @@ def test_assert_same_outcome_fails_on_other_bits() -> None:
 def test_gradients_are_bit_identical(seeds: range, workers: int) -> None:
     """Loss, gradients and hooks of random branches are those of the serial line."""
     for seed in seeds:
-        faulthandler.dump_traceback_later(20, exit=True)
+        faulthandler.dump_traceback_later(120, exit=True)
         ours = RandomBranches(seed).outcome(in_threads(workers))
         assert_same_outcome(ours, RandomBranches(seed).outcome(serially))
         faulthandler.cancel_dump_traceback_later()
@@ -165,7 +165,7 @@ def test_a_fault_surfaces_once_and_leaves_no_thread(seeds: range) -> None:
     """
     threads = threading.active_count()
     for seed in seeds:
-        faulthandler.dump_traceback_later(20, exit=True)
+        faulthandler.dump_traceback_later(120, exit=True)
         theirs = RandomBranches(seed, fault=True).outcome(serially)
         ours = RandomBranches(seed, fault=True).outcome(in_threads(2))
         assert ours[0] == theirs[0] == "ArithmeticError('in a branch')"

@@ -150,7 +150,7 @@ def test_assert_same_gradients_fails_on_other_bits() -> None:
 def test_gradients_are_bit_identical(seeds: range, cuts: list[Split]) -> None:
     """Over three steps, the last two in threads where there are branches, and with whatever hooks the last has."""
     for seed in seeds:
-        faulthandler.dump_traceback_later(20, exit=True)
+        faulthandler.dump_traceback_later(120, exit=True)
         for number in range(3):
             ours, theirs = Step(seed), Step(seed)
             logs = [step.hook() if number == 2 else [] for step in (ours, theirs)]
@@ -169,7 +169,7 @@ def test_a_fault_surfaces_once_and_leaves_nothing(seeds: range, cuts: list[Split
     """Errors injected into nodes of all parts end the pass; no thread and no hook of ours stays."""
     threads = threading.active_count()
     for seed in seeds:
-        faulthandler.dump_traceback_later(20, exit=True)
+        faulthandler.dump_traceback_later(120, exit=True)
         scrimp.backward(Step(seed).loss, workers=2)
         step = Step(seed)
         at = random.Random(seed).choice([step.loss, *step.inner])
