@@ -86,7 +86,8 @@ class StepRecorder(Recorder):
         value = noted.value if isinstance(noted, Ref) else noted
         gone_for_good = value.call is None and value.tensor is None
         if gone_for_good and value.nbytes * _SMALL <= (self.limiter.budget or 0):
-            self._root(value, tensor)  # little enough to hold for those who may have to be replayed from it
+            value.rooted = True  # little enough to hold for those who may have to be replayed from it
+            value.hold_through(tensor)
         return noted
 
     # -- values -----------------------------------------------------------------------------------------------------
@@ -233,11 +234,12 @@ class StepHooks(Hooks):
         draft, number = self._step.draft, self._step.ids[value]
         if by_function:
             draft.kept_for_good.add(number)
+        if draft.values[number].op is not None:
+            draft.open_handles += 1
         if draft.events:
             draft.interleaved = True
         elif draft.values[number].op is not None:
             draft.ops[-1].saves.append(number)
-            draft.open_handles += 1
 
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
