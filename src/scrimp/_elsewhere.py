@@ -44,6 +44,10 @@ class Elsewhere:
                 )
         self.store = self._together()
 
+    def on(self, device: torch.device) -> Elsewhere:
+        """Return the same stores for another device."""
+        return Elsewhere(self._host, self._disk, device)
+
     def _together(self) -> Store | None:
         if self._host is None or self._disk is None:
             return self._host or self._disk

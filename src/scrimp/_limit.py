@@ -57,17 +57,33 @@ class BudgetSession:
     ) -> None:
         if (budget is None) == (activations is None):
             raise BudgetError('need either a budget for the device, such as "8GiB", or activations=; have both or none')
-        self._stated = parse_budget(budget if budget is not None else activations or 0, capacity_of(device))
+        self._wanted = budget if budget is not None else activations or 0
         self._activations_only = budget is None
-        self.device = device
         self._module_ref = None if module is None else weakref.ref(module)
-        self._elsewhere = elsewhere
         self._control = Control(KeepAll(), verify=False)
+        self._begin_on(device, elsewhere)
+        self._open: Any = None
+        self._undo: Callable[[], None] | None = None
+
+    def _begin_on(self, device: torch.device, elsewhere: Elsewhere) -> None:
+        """Know nothing yet of the steps on a device."""
+        self.device = device
+        self._stated = parse_budget(self._wanted, capacity_of(device))
+        self._elsewhere = elsewhere
         self._book = Book()
         self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
         self._failures = self._retries = self._tried = 0
-        self._open: Any = None
-        self._undo: Callable[[], None] | None = None
+        if device.type == "cuda" and self._module_ref is not None:
+            prefer_expandable_segments()
+
+    def _where(self) -> torch.device:
+        """Return the device that the model is on, which may have been moved since it was limited."""
+        module = self._module
+        first = None if module is None else next(module.parameters(), None)
+        if first is not None and first.device != self.device and (device := device_of(module, ())) != self.device:
+            self._settle()
+            self._begin_on(device, self._elsewhere.on(device))
+        return self.device
 
     # -- faces ------------------------------------------------------------------------------------------------------
 
@@ -375,15 +391,13 @@ def limit(
         raise SessionError("this model is limited already: call detach() of its session first")
     device = device_of(model, ())
     session = BudgetSession(budget, activations, device, model, Elsewhere(host, disk, device))
-    if session.device.type == "cuda":
-        prefer_expandable_segments()
 
     def call(
         leaves: list[object], signature: object, module: nn.Module, rehearsal: Callable[[], Rehearsal]
     ) -> AbstractContextManager[None]:
         return session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], module, rehearsal)
 
-    forward = model.forward = LimitedForward(model, session.device, call)
+    forward = model.forward = LimitedForward(model, session._where, call)
     _limited.add(model)
     name = weakref.ref(model)
 

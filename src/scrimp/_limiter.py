@@ -126,10 +126,14 @@ class Limiter(Scope):
             within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
             return result, Cost(start, end, max(within, 0))
 
-        return self.retried(attempt)
+        return self._retried(attempt, func, args, kwargs)
 
-    def retried(self, attempt: Callable[[], R]) -> R:
-        """Call ``attempt`` again, with more and more evicted, for as long as the device runs out of memory.
+    def retried(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator again, with more and more evicted, for as long as the device runs out of memory."""
+        return self._retried(lambda: passed_on(func, args, kwargs), func, args, kwargs)
+
+    def _retried(self, attempt: Callable[[], R], func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+        """Call ``attempt``, which runs an operator, until it has enough memory, or nothing is left to evict.
 
         An operator that fails for want of memory has not done anything yet: kernels allocate before they compute.
         """
@@ -138,9 +142,10 @@ class Limiter(Scope):
         while True:
             try:
                 return attempt()
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if not self._evict(max(self.budget or 0, self.meter.level()) // _SHARE_AFTER_FAILURE):
-                    raise
+                    missing = self._forecast.result_bytes(func, args, kwargs)
+                    raise self._impossible(missing, self.meter.in_pieces()) from error
 
     def make_room(self, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit into the budget, or nothing is left that could go."""
@@ -199,17 +204,20 @@ class Limiter(Scope):
         if self.awake:
             self.meter.made(tensor.untyped_storage())
 
-    def _impossible(self, nbytes: int) -> BudgetError:
+    def _impossible(self, nbytes: int, in_pieces: int = 0) -> BudgetError:
+        """Say that an operator that makes ``nbytes`` cannot run; ``in_pieces`` are free, but not in a row."""
         level = self.meter.level()
-        need = level + nbytes
+        need = level + nbytes + in_pieces
         there = lines_of(self.standing())
+        pieces = f", and {format_bytes(in_pieces)} in pieces that are too small" if in_pieces else ""
         outlook = self.outlook(need)
         advice = f"Give a larger budget ({need} bytes get past this operator)"
         if outlook is not None:
             advice = f"{outlook.source} {format_bytes(outlook.nbytes)} ({outlook.nbytes} bytes). Give at least that"
         return BudgetError(
-            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
-            f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
+            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use"
+            f"{pieces}), have a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped "
+            "and had again. "
             f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
             smallest=need if outlook is None else outlook.nbytes,
         )

@@ -45,6 +45,10 @@ class Meter(abc.ABC):
         """Return how many bytes were ever asked for; 0 where nobody counts that."""
 
     @abc.abstractmethod
+    def in_pieces(self) -> int:
+        """Return how many free bytes the allocator holds on to, since other memory lies between them."""
+
+    @abc.abstractmethod
     def made(self, storage: torch.UntypedStorage) -> None:
         """Take note of a storage that an operator made."""
 
@@ -92,6 +96,10 @@ class HostMeter(Meter):
         """Return 0: what an operator uses within itself is not seen."""
         return 0
 
+    def in_pieces(self) -> int:
+        """Return 0: the host's memory need not be in one piece."""
+        return 0
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it dies."""
         self._live.add(storage)
@@ -135,6 +143,10 @@ class CudaMeter(Meter):
     def requested(self) -> int:
         """Return how many bytes were ever allocated."""
         return self._stat("allocated")
+
+    def in_pieces(self) -> int:
+        """Return the reserved bytes that are not in use; after a failure, those that could not be given back."""
+        return torch.cuda.memory_reserved(self.device) - self.level()
 
     def _stat(self, name: str) -> int:
         return int(torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"][name])

@@ -45,6 +45,10 @@ class MachineMeter(Meter):
         """Return 0: what an operator uses within itself is not seen."""
         return 0
 
+    def in_pieces(self) -> int:
+        """Return 0: nothing is placed anywhere."""
+        return 0
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it dies."""
         self._live.add(storage)

@@ -154,7 +154,7 @@ class _Follower(Recorder):
         try:
             return passed_on(func, args, kwargs)
         except torch.OutOfMemoryError:
-            return self.limiter.retried(lambda: passed_on(func, args, kwargs))
+            return self.limiter.retried(func, args, kwargs)
 
     def standing(self) -> Iterator[Standing]:
         """Say what stands on the device now."""
@@ -221,7 +221,7 @@ class _WatchMode(OurMode):  # type: ignore[no-untyped-call]
         if not replaying.active:  # a replay has had room made for all of it
             limiter.make_room_for(func, args, kwargs)
         older = {t.untyped_storage()._cdata for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)}
-        result = limiter.retried(lambda: passed_on(func, args, kwargs))
+        result = limiter.retried(func, args, kwargs)
         for tensor in tensors_in(result):
             if is_plain(tensor) and tensor.device == meter.device and tensor.untyped_storage()._cdata not in older:
                 meter.made(tensor.untyped_storage())

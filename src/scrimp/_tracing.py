@@ -36,8 +36,6 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
-        self.inside = False
-        """Code that a plan can decide about is running."""
         self.closed = False
         """It has seen its step, or failed, and only waits for a chance to leave."""
         self.failed = False
@@ -67,7 +65,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
             return recorder.backward.replay(func, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return recorder.backward.run(func, args, kwargs)
-        if recorder.draft.events and not self.inside:
+        if recorder.draft.events and not recorder.inside:
             self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
             return passed_on(func, args, kwargs) if self.closed else recorder.backward.between(func, args, kwargs)
         return recorder.run(func, args, kwargs)
@@ -88,7 +86,7 @@ class Tracing:
         """Record what runs in the block as something that a plan can decide about."""
         ops = self.recorder.draft.ops
         first = len(ops)
-        self._mode.inside = True
+        self.recorder.inside = True
         self._ambient.enter()
         try:
             with ExitStack() as stack:
@@ -97,7 +95,7 @@ class Tracing:
                 stack.enter_context(module_paths(module, self.recorder))
                 yield
         finally:
-            self._mode.inside = False
+            self.recorder.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
 
     @property
@@ -204,12 +202,16 @@ def is_described(tree: object) -> bool:
 
 
 def device_of(module: nn.Module | None, tree: object) -> torch.device:
-    """Return the device that a step runs on: that of the first parameter or input on a GPU, or the CPU."""
-    tensors = [*(module.parameters() if module is not None else ()), *tree_leaves(tree)]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            return tensor.device
-    return torch.device("cpu")
+    """Return the device that a step runs on: that of the first parameter or input on a GPU, or the CPU.
+
+    Where there are neither, as in a function that has all it needs by closure, it is the current GPU if there is one.
+    """
+    leaves = [*(module.parameters() if module is not None else ()), *tree_leaves(tree)]
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    if devices:
+        return on_gpu[0] if on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def go_backward(loss: Tensor | None, recorder: StepRecorder) -> None:

@@ -126,6 +126,7 @@ def test_under_pressure(store: Store) -> None:
             assert_same_step(make, lambda: scrimp.session(StoreAll(store)))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # it waits, and says what that costs
 def test_side_streams(store: Store) -> None:
     """Values made on another stream leave from there and come back where they are needed."""
 

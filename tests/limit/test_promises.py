@@ -99,6 +99,31 @@ def test_after_a_step_that_did_not_fit_others_are_steps_of_their_own() -> None:
         one.detach()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_backward_no_other_model_is_held_on_to(fails: bool) -> None:
+    """What a plain model saves after a limited step, one that failed in backward or not, goes with its graph."""
+    model, make_batch = transformer()
+    session = scrimp.limit(model, "1GiB")
+    loss = model(make_batch()).square().mean()
+    if fails:
+        next(model.parameters()).register_hook(lambda _gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    else:
+        loss.backward()
+    del loss
+    other, batch = transformer()[0], make_batch()
+    standing = []
+    for _ in range(3):
+        with live_bytes() as count:
+            other(batch).square().mean().backward()
+        other.zero_grad()
+        gc.collect()
+        standing.append(count.now)
+    session.detach()
+    assert standing == [0, 0, 0]
+
+
 def test_the_error_names_parameters_gradients_and_logits_by_bytes() -> None:
     """The logits are what stands in the way here."""
     model = nn.Sequential(nn.Embedding(500, 16), nn.Linear(16, 500))
