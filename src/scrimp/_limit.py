@@ -17,8 +17,9 @@ from scrimp._book import Book, Scheme, line
 from scrimp._budget import Budget, parse_budget
 from scrimp._elsewhere import Elsewhere
 from scrimp._limited import LimitedForward
-from scrimp._limiter import Limiter, Outlook
+from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
+from scrimp._outlook import Lookout
 from scrimp._plan import Plan
 from scrimp._rehearsal import Rehearsal
 from scrimp._report import Measured, Report, report_on
@@ -199,16 +200,13 @@ class BudgetSession:
         self._control.policy = KeepAll()
         meter = meter_for(self.device, before.nbytes)
         limiter = Limiter(self._control, meter, self._limit(before.nbytes), self._elsewhere)
-
-        def outlook(need: int) -> Outlook | None:
-            if smallest is not None:
-                return Outlook(max(smallest, need), "The smallest budget found to work is")
-            found = None if rehearsal is None else rehearsal.smallest(before, self.device, need)
-            return None if found is None else Outlook(found, "Rehearsed without data, forward and backward fit into")
-
+        step = UnknownStep(limiter, before)
         if not self._activations_only:
-            limiter.outlook = outlook
-        return UnknownStep(limiter, before)
+            limiter.outlook = Lookout(before, self.device, self._parameters, rehearsal, smallest, step.answers)
+        return step
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for module in self._modules for parameter in module.parameters()]
 
     def _resident(self, known: Known, inputs: list[Tensor]) -> tuple[Resident, ...]:
         """Return what is on the device now, before a step that is known."""

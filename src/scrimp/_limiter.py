@@ -10,7 +10,6 @@ import torch
 from torch._ops import OpOverload
 
 from scrimp._below import passed_on
-from scrimp._budget import format_bytes
 from scrimp._cost import replay_seconds
 from scrimp._elsewhere import Elsewhere
 from scrimp._live import users
@@ -18,9 +17,9 @@ from scrimp._meter import Meter
 from scrimp._predict import Forecast
 from scrimp._replay import Replay
 from scrimp._scope import Control, Scope
+from scrimp._shortage import Outlook, Shortage, past_this
 from scrimp._standing import Standing, lines_of
 from scrimp._value import Timing, Value, secure
-from scrimp.errors import BudgetError
 
 R = TypeVar("R")
 
@@ -36,13 +35,6 @@ class Cost(NamedTuple):
     transient: int
 
 
-class Outlook(NamedTuple):
-    """How many bytes a step takes, and who says so, as the beginning of a sentence."""
-
-    nbytes: int
-    source: str
-
-
 @final
 class Limiter(Scope):
     """A scope that keeps everything as long as the device has room, and evicts when something needs it.
@@ -56,8 +48,8 @@ class Limiter(Scope):
     """
 
     __slots__ = (
-        "_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "elsewhere", "meter", "outlook",
-        "standing",
+        "_forecast", "_in_use", "_making_room", "_promised", "abandon", "awake", "budget", "elsewhere", "meter",
+        "outlook", "standing",
     )  # fmt: skip
 
     def __init__(
@@ -74,8 +66,10 @@ class Limiter(Scope):
         self._promised = 0
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
-        self.outlook: Callable[[int], Outlook | None] = _unknown
-        """Says what the whole step takes, given what it takes at one moment; None where nobody knows."""
+        self.outlook: Callable[[int], Outlook] = past_this
+        """Says what the whole step takes, given what it takes at one moment."""
+        self.abandon: Callable[[Shortage], bool] = _never
+        """Lets go of all that backward would need, for the forward pass to go on; False where that cannot be."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -144,8 +138,8 @@ class Limiter(Scope):
                 return attempt()
             except torch.OutOfMemoryError as error:
                 if not self._evict(max(self.budget or 0, self.meter.level()) // _SHARE_AFTER_FAILURE):
-                    missing = self._forecast.result_bytes(func, args, kwargs)
-                    raise self._impossible(missing, self.meter.in_pieces()) from error
+                    shortage = self._shortage(self._forecast.result_bytes(func, args, kwargs), self.meter.in_pieces())
+                    raise shortage.error(self.outlook(shortage.need)) from error
 
     def make_room(self, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit into the budget, or nothing is left that could go."""
@@ -155,9 +149,18 @@ class Limiter(Scope):
         try:
             while (excess := self.meter.level() + nbytes - self.budget) > 0:
                 if not self._evict(excess):
-                    raise self._impossible(nbytes)
+                    self._give_up(self._shortage(nbytes))
         finally:
             self._making_room = False
+
+    def _shortage(self, nbytes: int, in_pieces: int = 0) -> Shortage:
+        return Shortage(self.meter.level(), nbytes, in_pieces, self.budget or 0, lines_of(self.standing()))
+
+    def _give_up(self, shortage: Shortage) -> None:
+        """Raise; or, where more can be learnt about what the step takes, have it go on for nothing else."""
+        outlook = self.outlook(shortage.need)
+        if outlook.final or not self.abandon(shortage):
+            raise shortage.error(outlook)
 
     def _evict(self, nbytes: int) -> int:
         """Evict values until about ``nbytes`` are free; return how many bytes that gave."""
@@ -204,27 +207,9 @@ class Limiter(Scope):
         if self.awake:
             self.meter.made(tensor.untyped_storage())
 
-    def _impossible(self, nbytes: int, in_pieces: int = 0) -> BudgetError:
-        """Say that an operator that makes ``nbytes`` cannot run; ``in_pieces`` are free, but not in a row."""
-        level = self.meter.level()
-        need = level + nbytes + in_pieces
-        there = lines_of(self.standing())
-        pieces = f", and {format_bytes(in_pieces)} in pieces that are too small" if in_pieces else ""
-        outlook = self.outlook(need)
-        advice = f"Give a larger budget ({need} bytes get past this operator)"
-        if outlook is not None:
-            advice = f"{outlook.source} {format_bytes(outlook.nbytes)} ({outlook.nbytes} bytes). Give at least that"
-        return BudgetError(
-            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use"
-            f"{pieces}), have a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped "
-            "and had again. "
-            f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
-            smallest=need if outlook is None else outlook.nbytes,
-        )
 
-
-def _unknown(need: int) -> Outlook | None:
-    return None
+def _never(shortage: Shortage) -> bool:
+    return False
 
 
 def _would_be_free(value: Value) -> bool:

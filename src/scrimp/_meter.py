@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import abc
-import gc
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from scrimp._live import LiveStorages, rounded
+from scrimp._optimizers import state_of
 from scrimp._trace import Resident
 
 _CYCLES = 400_000  # about 0.2 milliseconds
@@ -31,6 +29,11 @@ class Meter(abc.ABC):
     device: torch.device
     block: int
     """The allocator hands out multiples of this many bytes."""
+
+    @property
+    def plays(self) -> torch.device:
+        """The device whose kernels are meant: its own, where it does not stand for another."""
+        return self.device
 
     @abc.abstractmethod
     def level(self) -> int:
@@ -242,22 +245,7 @@ def look_before(device: torch.device, modules: Iterable[nn.Module], inputs: Iter
         "inputs": total(inputs),
     }
     if parameters:
-        parts["optimizer state"] = total(_optimizer_state({id(parameter) for parameter in parameters}))
+        parts["optimizer state"] = total(state_of({id(parameter) for parameter in parameters}))
     if device.type == "cuda":
         parts["other allocations"] = max(CudaMeter(device).level() - sum(parts.values()), 0)
     return Before(tuple(Resident(name, nbytes) for name, nbytes in parts.items() if nbytes), frozenset(seen))
-
-
-def _optimizer_state(parameters: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors of all optimizers that step one of these parameters."""
-    kinds = {id(kind) for kind in _kinds(Optimizer)}
-    for optimizer in [candidate for candidate in gc.get_objects() if id(type(candidate)) in kinds]:
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in parameters:
-                yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
-
-
-def _kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    yield kind
-    for narrower in kind.__subclasses__():
-        yield from _kinds(narrower)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from scrimp._geometry import geometry_of, is_plain
 from scrimp._live import rounded
 from scrimp._record import tensors_in
+from scrimp._shape_rules import own_rule
 
 # They compute all terms in the memory of the result, which keeps its size when the result is reduced to one number.
 _LOSSES = {
@@ -48,7 +49,7 @@ class Forecast:
                 given = {tensor.untyped_storage()._cdata for tensor in tensors_in([*shadows[0], *shadows[1].values()])}
                 made = {
                     tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-                    for tensor in tensors_in(func(*shadows[0], **shadows[1]))
+                    for tensor in tensors_in(_described_result(func, *shadows))
                 }
         except Exception:  # whatever a kernel says that does not know this device, or cannot know the size
             sizes = [t.untyped_storage().nbytes() for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)]
@@ -58,6 +59,16 @@ class Forecast:
         if func.overloadpacket in _LOSSES and made:
             made = dict.fromkeys(made, max(t.untyped_storage().nbytes() for t in tensors_in([*args])))
         return sum(rounded(nbytes, self._block) for address, nbytes in made.items() if address not in given)
+
+
+def _described_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        result = own_rule(func, args, kwargs)
+        if result is None:
+            raise
+        return result
 
 
 def _rnn_workspace(inputs: Tensor, state: Tensor) -> int:

@@ -191,7 +191,7 @@ class Recorder(Turns):
             external = [self._before_write(tensor) for tensor in written]
         result = self._execute(facts.func, args, kwargs)
         results = list(tensors_in(result))
-        if call is not None and written and facts.varies and not facts.repeats_on(written[0].device):
+        if call is not None and written and facts.varies and not self._repeats(facts, written[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
@@ -201,7 +201,7 @@ class Recorder(Turns):
 
     def _made(self, facts: Operator, call: Call | None, results: Sequence[Tensor]) -> None:
         """Take note of what an operator has returned, as far as that is not memory that was there before."""
-        if call is not None and facts.varies and results and not facts.repeats_on(results[0].device):
+        if call is not None and facts.varies and results and not self._repeats(facts, results[0].device):
             call = None
         # What is made from plain tensors is plain if it is strided.
         plain = is_plain if call is None else is_strided
@@ -211,6 +211,10 @@ class Recorder(Turns):
                 value = self._enter(tensor, call, index)
                 if call is None:
                     value.made_at = self._sequence
+
+    def _repeats(self, facts: Operator, device: torch.device) -> bool:
+        """Tell whether running an operator twice on a device gives the same bits."""
+        return facts.repeats_on(device)
 
     def _execute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that makes something."""

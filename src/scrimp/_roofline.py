@@ -12,13 +12,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from scrimp._answers import Answers, Reader, least
 from scrimp._live import LiveStorages
 from scrimp._machine import Machine
 from scrimp._meter import Meter
 from scrimp._operators import Kind, operator
 from scrimp._record import tensors_in
+from scrimp._shape_rules import own_rule
+from scrimp.errors import TraceError
+
+
+class EndlessError(TraceError):
+    """A step asks its data more than anybody could guess."""
+
 
 META = torch.device("meta")
+_GUESSES = 32  # a step that asks its data more than that is a loop, which waits for an answer that nobody gives
 aten = torch.ops.aten
 
 
@@ -32,6 +41,11 @@ class MachineMeter(Meter):
         self.block = on.block
         self.now = 0.0
         self._live = LiveStorages(on.block)
+
+    @property
+    def plays(self) -> torch.device:
+        """The kind of device that it plays: a host counts every byte."""
+        return torch.device("cpu" if self.block == 1 else "cuda")
 
     def level(self) -> int:
         """Return the bytes that would be in use."""
@@ -73,25 +87,52 @@ class MachineMeter(Meter):
 
 @final
 class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Advances the clock by what each operator would take; answers yes where Python asks data a question."""
+    """Advances the clock by what each operator would take, and answers where Python asks data a question.
 
-    def __init__(self, meter: MachineMeter) -> None:
+    Args:
+        meter: reads the clock.
+        answers: what was answered where there was data; None: nobody knows.
+        guess: the answer to yes-or-no questions beyond that.
+    """
+
+    def __init__(self, meter: MachineMeter, answers: Answers | None = None, guess: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
+        self._reader: Reader | None = None if answers is None else answers.told_again()
+        self._guess = guess
         self.answered = 0
-        """How often Python asked data a yes-or-no question."""
+        """How often it had to guess at an answer."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            self.answered += 1
-            return True
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
         if operator(func).kind is Kind.COMPUTE:
             self._meter.now += _seconds(self._meter.machine, func, args, kwargs, result)
         return result
+
+    def _result(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        answer = None if self._reader is None else self._reader.next(func)
+        if answer is not None:
+            return answer
+        if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return self._guessed(self._guess)
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            result = own_rule(func, args, kwargs)
+            if result is None and self._reader is not None:
+                result = self._guessed(least(func, args))
+            if result is None:
+                raise
+            return result
+
+    def _guessed(self, answer: Any) -> Any:
+        self.answered += 1
+        if self._reader is not None and self.answered > _GUESSES:
+            raise EndlessError(f"need an answer to a question about data, have none after {_GUESSES} guesses")
+        return answer
 
 
 def _seconds(on: Machine, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:

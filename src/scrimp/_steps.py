@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp._ambient import Ambient
+from scrimp._answers import Answers
 from scrimp._below import passed_on
 from scrimp._compiler import never_compiled
 from scrimp._draft import Draft
@@ -88,6 +89,11 @@ class UnknownStep(Step):
     def draft(self) -> Draft:
         """What is known of it."""
         return self._tracing.recorder.draft
+
+    @property
+    def answers(self) -> Answers:
+        """What it was answered so far, when it asked its data."""
+        return self._tracing.recorder.answers
 
     @property
     def is_over(self) -> bool:

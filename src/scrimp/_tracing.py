@@ -63,6 +63,8 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         recorder = self._recorder
         if replaying.active:
             return recorder.backward.replay(func, args, kwargs)
+        if recorder.lost is not None:
+            return recorder.look_on(func, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return recorder.backward.run(func, args, kwargs)
         if recorder.draft.events and not recorder.inside:
@@ -94,6 +96,9 @@ class Tracing:
                     stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
                 stack.enter_context(module_paths(module, self.recorder))
                 yield
+            if self.recorder.lost is not None:
+                self._mode.failed = True
+                raise self.recorder.refusal()
         finally:
             self.recorder.inside = False
         self.recorder.draft.spans.append((first, len(ops)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -149,10 +149,13 @@ class Boundary(torch.autograd.Function):
 def ambient_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     """A factory of contexts that bring back the autocast state of now, for one device type."""
     kind = device.type
+    if not torch.amp.is_autocast_available(kind):  # a device of descriptions, say
+        return nullcontext
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context for a solver's own arithmetic, which must keep the precision of the state."""
-    return torch.autocast(device.type, enabled=False)
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
