@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
 from scrimp._below import passed_on
-from scrimp._compiler import never_compiled
+from scrimp._compiler import explain, never_compiled
 from scrimp._limiter import Limiter
 from scrimp._meter import CAPTURED, Before, look_before, meter_for
 from scrimp._record_mode import OurMode, replaying
@@ -99,6 +99,9 @@ class Tracing:
             if self.recorder.lost is not None:
                 self._mode.failed = True
                 raise self.recorder.refusal()
+        except BaseException as error:
+            explain(error)
+            raise
         finally:
             self.recorder.inside = False
         self.recorder.draft.spans.append((first, len(ops)))

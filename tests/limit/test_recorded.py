@@ -85,3 +85,49 @@ def test_steps_with_gradients_of_gradients_are_steps_of_their_own(part: float) -
     assert len(peaks) == 1
     assert peaks.pop() <= budget
     session.detach()
+
+
+class Conditional(nn.Module):
+    """Chooses between functions: in Python, by ``torch.cond``, or by that although they read a layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = blocks(4), nn.Linear(48, 48)
+        self.way = "python"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss."""
+        x = self.last(self.body(x))
+        if self.way == "closed":
+            x = torch.cond(x.sum() > 0, lambda x: self.last(x).sin(), lambda x: self.last(x).cos(), (x,))
+        elif self.way == "operator":
+            (x,) = torch.cond(x.sum() > 0, lambda x: (x.sin(),), lambda x: (x.cos(),), (x,))
+        else:
+            x = torch.sin(x) if x.sum() > 0 else torch.cos(x)
+        loss: Tensor = x.square().mean()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of the compiler's own
+def test_operators_that_take_functions_are_part_of_a_step() -> None:
+    """They run as one operator, whose results are kept, around others that are dropped."""
+    model, batch = Conditional(), torch.randn(96, 48)
+    peak, plain = measured(lambda: model(batch).backward(), model) + batch.nbytes, gradients(model)
+    model.way = "operator"
+    session = scrimp.limit(model, int(peak * 0.8))
+    for _ in range(2):
+        model(batch).backward()
+        assert_equal(gradients(model), plain)
+    assert session.statistics.evicted.total
+    session.detach()
+
+
+def test_functions_that_read_more_than_their_operands_are_refused_with_a_word_of_advice() -> None:
+    """PyTorch takes such functions only where it can compile them; the error says what to do."""
+    model, batch = Conditional(), torch.randn(96, 48)
+    model.way = "closed"
+    session = scrimp.limit(model, "1 GiB")
+    with pytest.raises(AssertionError) as caught:
+        model(batch)
+    session.detach()
+    assert "may read no tensors but their operands" in "".join(caught.value.__notes__)
