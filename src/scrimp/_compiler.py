@@ -13,8 +13,8 @@ from scrimp.errors import ScrimpError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPERANDS_ONLY = (
-    "scrimp: while a step is recorded, PyTorch does not compile what is given to torch.cond and its like. Such functions "
-    "may read no tensors but their operands, and must return a tuple: write them so, or use Python's own `if`"
+    "scrimp: while a step is recorded, PyTorch does not compile what is given to torch.cond and its like. Such "
+    "functions may read no tensors but their operands, and must return a tuple: write them so, or use Python's own `if`"
 )
 
 

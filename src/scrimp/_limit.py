@@ -60,6 +60,7 @@ class BudgetSession:
             raise BudgetError('need either a budget for the device, such as "8GiB", or activations=; have both or none')
         self._wanted = budget if budget is not None else activations or 0
         self._activations_only = budget is None
+        self._gradients_to_come = 0
         self._module_ref = None if module is None else weakref.ref(module)
         self._control = Control(KeepAll(), verify=False)
         self._begin_on(device, elsewhere)
@@ -175,6 +176,7 @@ class BudgetSession:
             line.depth -= 1
 
     def _begin(self, call: Call, inputs: list[Tensor], rehearsal: Callable[[], Rehearsal] | None) -> Step:
+        self._look_for_gradients()
         known = self._book.find(call)
         if known is None:
             return self._online(inputs, rehearsal() if rehearsal is not None else None, None)
@@ -236,10 +238,14 @@ class BudgetSession:
         """Return the bytes that the device may hold, when it holds ``before`` at the beginning of a step."""
         if not self._activations_only:
             return int(self._stated * (1 - self._margin))
+        return before + self._stated + self._gradients_to_come
+
+    def _look_for_gradients(self) -> None:
+        """See which gradients the step is going to make: a budget for activations alone is not for them."""
         module = self._module
-        parameters = () if module is None else module.parameters()
-        coming = sum(p.untyped_storage().nbytes() for p in parameters if p.requires_grad and p.grad is None)
-        return before + self._stated + coming
+        if self._activations_only and module is not None:
+            new = (one for one in module.parameters() if one.requires_grad and one.grad is None)
+            self._gradients_to_come = sum(parameter.untyped_storage().nbytes() for parameter in new)
 
     def _scheme(self, known: Known, resident: tuple[Resident, ...]) -> Scheme:
         """Return a plan for a step that begins with ``resident`` on the device."""

@@ -99,7 +99,7 @@ def _look(leaf: object) -> object:
 
 def _state(model: nn.Module, device: torch.device) -> object:
     """Say what else a step depends on: modes, and which gradients are there to be added to."""
-    present = sum(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    wanted = sum(parameter.requires_grad for parameter in model.parameters())
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    present = sum(parameter.grad is not None for parameter in wanted)
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return model.training, present, wanted, autocast
+    return model.training, present, len(wanted), autocast
