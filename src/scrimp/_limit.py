@@ -18,7 +18,15 @@ from scrimp._budget import Budget, parse_budget
 from scrimp._elsewhere import Elsewhere
 from scrimp._limited import LimitedForward
 from scrimp._limiter import Limiter, Outlook
-from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
+from scrimp._meter import (
+    CAPTURED,
+    CudaMeter,
+    capacity_of,
+    claim_workspaces,
+    look_before,
+    meter_for,
+    prefer_expandable_segments,
+)
 from scrimp._plan import Plan
 from scrimp._rehearsal import Rehearsal
 from scrimp._report import Measured, Report, report_on
@@ -195,6 +203,7 @@ class BudgetSession:
     def _online(self, inputs: list[Tensor], rehearsal: Rehearsal | None, smallest: int | None) -> Step:
         """Return a step that nothing is known of, or for which no plan was found in ``smallest`` bytes."""
         self._elsewhere.get_ready()
+        claim_workspaces(self.device)
         before = look_before(self.device, self._modules, inputs)
         self._control.policy = KeepAll()
         meter = meter_for(self.device, before.nbytes)

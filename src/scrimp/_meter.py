@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -195,6 +196,21 @@ def prefer_expandable_segments() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its successor does not reach the CUDA allocator in 2.11
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def claim_workspaces(device: torch.device) -> None:
+    """Have the libraries of a GPU allocate what they keep for good, in this thread and in that of backward.
+
+    Otherwise the first products of a step would, within them, where no room has been made for it.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad(), torch._C._DisableTorchDispatch(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            one = torch.ones(8, 8, device=device, requires_grad=True)
+            torch.autograd.grad(torch.addmm(one, one, one).sum(), one)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from scrimp._ambient import Ambient
 from scrimp._below import passed_on
 from scrimp._compiler import never_compiled
 from scrimp._limiter import Limiter
-from scrimp._meter import CAPTURED, Before, look_before, meter_for
+from scrimp._meter import CAPTURED, Before, claim_workspaces, look_before, meter_for
 from scrimp._record_mode import OurMode, replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
@@ -181,6 +181,7 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     module = module if isinstance(module, nn.Module) else None
     device = device_of(module, (args, kwargs))
     devices = [device] if device.type == "cuda" else []
+    claim_workspaces(device)
     with _put_back(module), torch.random.fork_rng(devices=devices):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = look_before(device, [module] if module is not None else [], inputs)

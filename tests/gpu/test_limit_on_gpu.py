@@ -117,7 +117,7 @@ def test_running_out_of_memory_for_good_is_an_error_that_names_a_budget() -> Non
     peaks, _ = train(network(), steps=1)
     model = network()
     session = scrimp.limit(model, max(peaks) * 2)
-    allow(torch.cuda.memory_allocated() + 16 * MIB)
+    allow(torch.cuda.memory_allocated() + 64 * MIB)
     with pytest.raises(BudgetError) as caught:
         train(model, steps=1)
     session.detach()
