@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import functools
 import gc
 import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -170,11 +173,21 @@ class CudaMeter(Meter):
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the time between two events."""
-        return float(start.elapsed_time(end)) / 1000
+        return max(float(start.elapsed_time(end)) - _between_marks(self.device.index), 0.0) / 1000
 
     def settle(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
+
+
+@functools.cache
+def _between_marks(index: int) -> float:
+    """Milliseconds that a GPU takes from one event to the next with nothing between them."""
+    meter = CudaMeter(torch.device("cuda", index))
+    meter.keep_busy()
+    marks = [meter.mark() for _ in range(17)]
+    meter.settle()
+    return median(float(one.elapsed_time(other)) for one, other in pairwise(marks))
 
 
 def meter_for(device: torch.device, resident: int) -> Meter:

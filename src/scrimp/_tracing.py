@@ -57,6 +57,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
             return self._watched(func, args, kwargs)
         except BudgetError:
             self.closed = self.failed = True
+            self._recorder.backward.abandon()
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -115,6 +116,7 @@ class Tracing:
         self._mode.closed = True
         self._ambient.leave()
         self.recorder.look_for_deaths()
+        self.recorder.backward.abandon()
         self.recorder.close()
 
 

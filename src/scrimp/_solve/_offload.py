@@ -4,7 +4,8 @@ Where a value waits changes the bytes of moments and the seconds of waits, but n
 are known without simulating, and a schedule is made in three passes. Values are **chosen** at an even pace over the
 forward pass, so that the link is never idle and never late. They are **timed**: each goes when its copy is done, and
 comes back as late as still hides. Where bytes are over the budget nevertheless, they are **pressed**: freed sooner or
-fetched later, at the price of a wait.
+fetched later, at the price of a wait. Where there is room, they are **loosened**: freed later and fetched sooner than
+they need be, since a link, and a step, are never just as fast as a trace says.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["Offload"]
 _FINEST = 512  # a value smaller than this part of the bytes over budget is not worth a copy
 _PACES = (0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 16.0)  # of the link's: what is faster waits
 _HALVINGS = 4
+_SLACK = 0.05  # of the step: so much sooner a copy may come back than it is needed, and so much later it may go
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Offload:
                         before = middle
                     else:
                         pace, trips = middle, slower
-                return self._decided(self._pruned(trips, budget))
+                return self._loosest(self._pruned(trips, budget), budget)
             before = pace
         return None
 
@@ -242,6 +244,36 @@ class Offload:
             else:
                 needed.append(trip)
         return needed
+
+    def _loosest(self, trips: Sequence[_Trip], budget: int) -> dict[int, Decision]:
+        """The decisions with as much slack as the budget has room for, if that costs no time."""
+        tight = self._decided(trips)
+        self._loosen(trips, budget)
+        loose = self._decided(trips)
+        before, after = (simulate_index(self.facts, decisions) for decisions in (tight, loose))
+        return loose if after.peak <= max(before.peak, budget) and after.seconds <= before.seconds else tight
+
+    def _loosen(self, trips: Sequence[_Trip], budget: int) -> None:
+        """Free later and fetch sooner, in the same order, without going over the budget at any moment."""
+        levels = self.timeline.levels.copy()
+        for trip in trips:
+            levels[trip.away] -= trip.what.size
+        slack = _SLACK * self.timeline.seconds
+        earliest = self._ops
+        for trip in sorted((trip for trip in trips if trip.what.returns), key=lambda trip: trip.fetch_at):
+            wanted = max(self._last_begin(self._time_of(trip.fetch_at) - slack), earliest, trip.away.start)
+            while trip.fetch_at > wanted and levels[trip.fetch_at - 1] + trip.what.size <= budget:
+                trip.fetch_at -= 1
+                levels[trip.fetch_at] += trip.what.size
+            earliest = max(earliest, trip.fetch_at)
+        for trip in trips:
+            wanted = min(bisect_left(self._op_ends, self._op_ends[trip.free_at] + slack), self._ops - 1)
+            while trip.free_at < wanted:
+                grows_by = trip.what.size if trip.free_at + 1 > trip.what.held_until else 0
+                if levels[trip.free_at + 1] + grows_by > budget:
+                    break
+                trip.free_at += 1
+                levels[trip.free_at] += grows_by
 
     def _decided(self, trips: Sequence[_Trip]) -> dict[int, Decision]:
         decisions = {value: self._decisions.get(value, Keep()) for value in self.facts.decided}
