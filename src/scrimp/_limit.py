@@ -43,6 +43,7 @@ _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
 _WORTH_A_PLAN = 16  # a part of the budget: when that much more is free than a plan was made for, a new one is made
 _MARGIN = 0.015  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
+_TIGHT_MARGIN = 0.04  # given up from the beginning where it had to tidy up in the step that was recorded
 _TRIALS = 2  # steps for which a plan is on trial
 _CALM = 8  # steps in which the allocator never had to tidy up, after which nobody watches for its failures any more
 _SPARE = 50  # a part of the budget, on a GPU: kept free in a step that is recorded, for what operators take within
@@ -328,6 +329,8 @@ class BudgetSession:
         """
         statistics = torch.cuda.memory_stats(self.device)
         retries, failures = statistics.get("num_alloc_retries", 0), statistics.get("num_ooms", 0)
+        if isinstance(step, UnknownStep) and retries > self._retries:
+            self._margin = max(self._margin, _TIGHT_MARGIN)
         if isinstance(step, KnownStep):
             self._tight = _CALM if retries > self._retries else max(self._tight - 1, 0)
             if failures > self._failures and not step.departed:

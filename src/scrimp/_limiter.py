@@ -122,7 +122,8 @@ class Limiter(Scope):
 
         def attempt() -> tuple[Any, Cost]:
             level, requested = meter.level(), meter.requested()
-            meter.keep_busy()
+            if meter.is_behind:
+                meter.keep_busy(self._forecast.is_new(func, args, kwargs))
             start = meter.mark()
             result = passed_on(func, args, kwargs)
             end = meter.mark()

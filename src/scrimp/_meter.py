@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from scrimp._live import LiveStorages, rounded
 from scrimp._trace import Resident
 
-_CYCLES = 400_000  # about 0.2 milliseconds
+_CYCLES = 400_000  # about 0.2 milliseconds: the host launches an operator in less
+_CYCLES_AT_FIRST = 10_000_000  # about 5 milliseconds: it has to load the kernels first
 
 CAPTURED = "captured from outside"
 """The name of what a step used that nobody had told of before."""
@@ -35,6 +36,8 @@ class Meter(abc.ABC):
     device: torch.device
     block: int
     """The allocator hands out multiples of this many bytes."""
+    is_behind = False
+    """Whether it runs behind the host."""
 
     @abc.abstractmethod
     def level(self) -> int:
@@ -65,8 +68,12 @@ class Meter(abc.ABC):
         """Mark this moment on the device's clock."""
 
     @abc.abstractmethod
-    def keep_busy(self) -> None:
-        """Give the device something to do while the host prepares what is going to be timed, so that it never idles."""
+    def keep_busy(self, at_first: bool = False) -> None:
+        """Give the device something to do while the host prepares what is going to be timed, so that it never idles.
+
+        Args:
+            at_first: whether it prepares this for the first time.
+        """
 
     @abc.abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
@@ -116,7 +123,7 @@ class HostMeter(Meter):
         """Read the clock."""
         return time.perf_counter()
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Do nothing: host and device are one."""
 
     def seconds(self, start: float, end: float) -> float:
@@ -132,6 +139,7 @@ class CudaMeter(Meter):
     """Asks PyTorch's allocator, and marks moments on the stream."""
 
     block = 512
+    is_behind = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -167,9 +175,9 @@ class CudaMeter(Meter):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Wait on the device, longer than it takes the host to launch an operator."""
-        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_CYCLES_AT_FIRST if at_first else _CYCLES)  # type: ignore[no-untyped-call]
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the time between two events."""

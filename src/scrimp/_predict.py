@@ -29,6 +29,7 @@ class Forecast:
         self._block = block
         self._known: dict[object, int] = {}
         self._within: dict[object, int] = {}
+        self._timed: set[object] = set()
 
     def needs(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return the bytes of storages that the call will make, and those that such a call took within itself.
@@ -41,6 +42,13 @@ class Forecast:
         if found is None:
             found = self._known[key] = self._ask(func, args, kwargs)
         return found, self._within.get(key, 0)
+
+    def is_new(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether it was not asked this before about such a call."""
+        key = (func, _key(args), _key(kwargs))
+        found = key not in self._timed
+        self._timed.add(key)
+        return found
 
     def learn(self, within: int, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take note of what a call took within itself, and gave back."""

@@ -29,6 +29,7 @@ def in_use() -> int:
     if not torch.cuda.is_available():
         return 0
     gc.collect()
+    gc.collect()  # what has destructors goes in two rounds
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()

@@ -22,6 +22,7 @@ from .._index import Index
 from .._pieces import pieces_for
 from .._plan import Decision, Drop, Keep, Store
 from .._simulate import Timeline, fixed_values, hold_ends, simulate_index
+from .._trace import Unpack
 
 __all__ = ["Offload"]
 
@@ -85,6 +86,8 @@ class Offload:
             begin + op.seconds for begin, op in zip(self.timeline.begins[: self._ops], facts.trace.ops, strict=True)
         ]
         self._begins: list[float] = self.timeline.begins.tolist()
+        self._noticed = _noticed_moments(facts)
+        self._noticed_begins = [self._time_of(moment) for moment in self._noticed]
         self._candidates = self._find_candidates()
 
     def within(self, budget: int) -> dict[int, Decision] | None:
@@ -164,8 +167,8 @@ class Offload:
         return self._begins[moment] if moment < self.facts.moments else self.timeline.seconds
 
     def _last_begin(self, second: float) -> int:
-        """The last moment of backward that begins by then."""
-        return max(bisect_right(self._begins, second) - 1, self._ops)
+        """The last moment of backward that begins by then and that a session notices."""
+        return self._noticed[max(bisect_right(self._noticed_begins, second) - 1, 0)]
 
     # -- schedules --------------------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class Offload:
                 if moment < self._ops:
                     trip.free_at = moment - 1
                 else:
-                    trip.fetch_at = moment + 1
+                    trip.fetch_at = self._noticed_after(moment, trip.what.need)
                 levels[trip.away] -= trip.what.size
                 excess = int(levels[moment]) - budget
                 if excess <= 0:
@@ -224,6 +227,11 @@ class Offload:
             if excess > 0:
                 return False
         return True
+
+    def _noticed_after(self, moment: int, need: int) -> int:
+        """The first moment after this one that a session notices, or the one at which it needs the value."""
+        later = bisect_right(self._noticed, moment)
+        return min(self._noticed[later], need) if later < len(self._noticed) else need
 
     def _movable(self, trips: list[_Trip], moment: int) -> list[_Trip]:
         """The trips that could be away at a moment and are not, those first that wait least."""
@@ -262,9 +270,13 @@ class Offload:
         earliest = self._ops
         for trip in sorted((trip for trip in trips if trip.what.returns), key=lambda trip: trip.fetch_at):
             wanted = max(self._last_begin(self._time_of(trip.fetch_at) - slack), earliest, trip.away.start)
-            while trip.fetch_at > wanted and levels[trip.fetch_at - 1] + trip.what.size <= budget:
-                trip.fetch_at -= 1
-                levels[trip.fetch_at] += trip.what.size
+            sooner = self._noticed[bisect_left(self._noticed, wanted) : bisect_left(self._noticed, trip.fetch_at)]
+            for moment in reversed(sooner):
+                between = slice(moment, trip.fetch_at)
+                if levels[between].max() + trip.what.size > budget:
+                    break
+                levels[between] += trip.what.size
+                trip.fetch_at = moment
             earliest = max(earliest, trip.fetch_at)
         for trip in trips:
             wanted = min(bisect_left(self._op_ends, self._op_ends[trip.free_at] + slack), self._ops - 1)
@@ -281,3 +293,14 @@ class Offload:
         for trip in trips:
             decisions[trip.what.value] = Store(trip.free_at, min(max(trip.fetch_at - self._ops, 0), last))
         return decisions
+
+
+def _noticed_moments(facts: Index) -> list[int]:
+    """The moments of backward at which a session can begin a copy: when it unpacks a value that it recognises."""
+    trace, first = facts.trace, len(facts.trace.ops)
+    noticed = []
+    for moment, event in enumerate(trace.events, start=first):
+        op = trace.values[event.value].op if isinstance(event, Unpack) else None
+        if op is not None and trace.ops[op].replayable:
+            noticed.append(moment)
+    return noticed or [first]
