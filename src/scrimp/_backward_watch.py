@@ -70,6 +70,11 @@ class BackwardWatch:
         """Bytes that are alive of what backward made."""
         return self._own.now
 
+    def abandon(self) -> None:
+        """Let go of the node that runs: its graph has handles, which hold this, and nobody would see the cycle."""
+        self._node = None
+        self._marks.clear()
+
     def close(self, next_module: str) -> None:
         """Write down what happened since the last event."""
         net = self._own.now - self._level

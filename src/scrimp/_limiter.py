@@ -49,7 +49,7 @@ class Limiter(Scope):
 
     __slots__ = (
         "_forecast", "_in_use", "_making_room", "_promised", "abandon", "awake", "budget", "elsewhere", "meter",
-        "outlook", "standing",
+        "outlook", "spare", "standing",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +64,8 @@ class Limiter(Scope):
         self._in_use: Set[Value] = frozenset()
         self._making_room = False
         self._promised = 0
+        self.spare = 0
+        """Bytes of the budget for what operators take that nobody has seen yet."""
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
         self.outlook: Callable[[int], Outlook] = past_this
@@ -104,7 +106,8 @@ class Limiter(Scope):
     def make_room_for(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Make room for what an operator is about to make."""
         if self.awake and not self._making_room:
-            self.make_room(self._forecast.result_bytes(func, args, kwargs))
+            made, within = self._forecast.needs(func, args, kwargs)
+            self.make_room(made, within)
 
     def timed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Cost]:
         """Run an operator, and say what it took of the device."""
@@ -113,12 +116,15 @@ class Limiter(Scope):
 
         def attempt() -> tuple[Any, Cost]:
             level, requested = meter.level(), meter.requested()
-            meter.keep_busy()
+            if meter.is_behind:
+                meter.keep_busy(self._forecast.is_new(func, args, kwargs))
             start = meter.mark()
             result = passed_on(func, args, kwargs)
             end = meter.mark()
-            within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
-            return result, Cost(start, end, max(within, 0))
+            within = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
+            if within:
+                self._forecast.learn(within, func, args, kwargs)
+            return result, Cost(start, end, within)
 
         return self._retried(attempt, func, args, kwargs)
 
@@ -138,17 +144,24 @@ class Limiter(Scope):
                 return attempt()
             except torch.OutOfMemoryError as error:
                 if not self._evict(max(self.budget or 0, self.meter.level()) // _SHARE_AFTER_FAILURE):
-                    shortage = self._shortage(self._forecast.result_bytes(func, args, kwargs), self.meter.in_pieces())
+                    missing = sum(self._forecast.needs(func, args, kwargs))
+                    shortage = self._shortage(missing, self.meter.in_pieces())
                     raise shortage.error(self.outlook(shortage.need)) from error
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict until ``nbytes`` more fit into the budget, or nothing is left that could go."""
+    def make_room(self, nbytes: int, within: int = 0) -> None:
+        """Evict until ``nbytes`` more fit into the budget.
+
+        As long as something is left that could go, there is room for ``within`` and for what is to spare as well.
+        """
         if self.budget is None or not self.awake or self._making_room:
             return
         self._making_room = True
         try:
-            while (excess := self.meter.level() + nbytes - self.budget) > 0:
+            beyond = within + self.spare
+            while (excess := self.meter.level() + nbytes + beyond - self.budget) > 0:
                 if not self._evict(excess):
+                    if excess <= beyond:
+                        break
                     self._give_up(self._shortage(nbytes))
         finally:
             self._making_room = False

@@ -77,7 +77,7 @@ class MachineMeter(Meter):
         """Read the clock."""
         return self.now
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Do nothing: the clock stands still between operators."""
 
     def seconds(self, start: float, end: float) -> float:

@@ -280,15 +280,19 @@ class KnownStep(Step):
         known: what was recorded.
         policy: does what the plan says.
         plan: the plan.
-        on_trial: whether it is the first with its plan: then its peak is measured, and operators of backward, too, are
-            started over if they run out of memory, which an allocator can although the bytes suffice.
+        on_trial: whether it is one of the first with its plan: then its peak is measured, and not its time.
+        watched: whether operators of backward, too, are started over if they run out of memory, which an allocator can
+            although the bytes suffice.
     """
 
-    def __init__(self, limiter: Limiter, known: Known, policy: Planned, plan: Plan, on_trial: bool) -> None:
+    def __init__(
+        self, limiter: Limiter, known: Known, policy: Planned, plan: Plan, on_trial: bool, watched: bool
+    ) -> None:
         self.known = known
         self.plan = plan
         self.limiter = limiter
         self.on_trial = on_trial
+        self._watched = watched
         self.began = limiter.meter.mark()
         self._policy = policy
         watch = self._watch = Ambient(_WatchMode(recorder := _Follower(limiter, known.trace, policy)))
@@ -321,10 +325,10 @@ class KnownStep(Step):
         number, self._done = self._done, self._done + 1
         if call != self.known.calls[number]:
             self._recorder.depart()
-        if self._plain and not (self.on_trial or self.departed):
+        if self._plain and not (self._watched or self.departed):
             yield from self._keeping_all(number)
             return
-        if self.on_trial or self.departed:
+        if self._watched or self.departed:
             self._watch.enter()
         self._recorder.place(self.known.spans[number][0])
         try:

@@ -21,7 +21,7 @@ from scrimp._ambient import Ambient
 from scrimp._below import passed_on
 from scrimp._compiler import explain, never_compiled
 from scrimp._limiter import Limiter
-from scrimp._meter import CAPTURED, Before, look_before, meter_for
+from scrimp._meter import CAPTURED, Before, claim_workspaces, look_before, meter_for
 from scrimp._record_mode import OurMode, replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
@@ -57,6 +57,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
             return self._watched(func, args, kwargs)
         except BudgetError:
             self.closed = self.failed = True
+            self._recorder.backward.abandon()
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -123,6 +124,7 @@ class Tracing:
         self._mode.closed = True
         self._ambient.leave()
         self.recorder.look_for_deaths()
+        self.recorder.backward.abandon()
         self.recorder.close()
 
 
@@ -189,6 +191,7 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     module = module if isinstance(module, nn.Module) else None
     device = device_of(module, (args, kwargs))
     devices = [device] if device.type == "cuda" else []
+    claim_workspaces(device)
     with _put_back(module), torch.random.fork_rng(devices=devices):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = look_before(device, [module] if module is not None else [], inputs)
