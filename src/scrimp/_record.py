@@ -160,14 +160,17 @@ class Recorder(Turns):
             return self._compute(facts, args, kwargs)
         if kind is _LOOK or not is_plain(args[0]):
             return func(*args, **kwargs)
-        with self:
-            if kind is Kind.RESTORAGE:
-                self._before_write(args[0])
-            else:
-                self.find(args[0]).reshaped_through(args[0])
-        result = func(*args, **kwargs)
         if kind is Kind.RESTORAGE:
-            self._adopt(args[0], external=False)
+            with self:
+                self._before_write(args[0])
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._adopt(args[0], external=False)
+        with self:
+            value = self.find(args[0])
+        result = func(*args, **kwargs)
+        value.reshaped_through(args[0])
         return result
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -189,13 +192,19 @@ class Recorder(Turns):
         with self:
             call = self._note(facts, args, kwargs, written)
             external = [self._before_write(tensor) for tensor in written]
-        result = self._execute(facts.func, args, kwargs)
+        try:
+            result = self._execute(facts.func, args, kwargs)
+        except BaseException:
+            with self:
+                for tensor, is_external in zip(written, external, strict=True):
+                    self._adopt(tensor, is_external)  # who knows what it has written
+            raise
         results = list(tensors_in(result))
         if call is not None and written and facts.varies and not facts.repeats_on(written[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
-            value.written(counted=not facts.writes_uncounted)
+            value.written(counted=facts.counted_above)
         self._made(facts, call, results)
         return result
 
