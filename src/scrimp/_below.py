@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
-
 _counting: dict[OpOverload, bool] = {}
 
 
