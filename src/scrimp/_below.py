@@ -19,16 +19,19 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
-_counting: dict[OpOverload, bool] = {}
+# By id, since the hash of an operator is computed in Python; so none of them may be destroyed.
+_counting: dict[int, bool] = {}
+_held: list[OpOverload] = []
 
 
 def passed_on(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator that a dispatch mode was shown, as it runs without one."""
     first = args[0] if args else None
     is_complex = isinstance(first, Tensor) and first.is_complex()
-    counts = _counting.get(func)
+    counts = _counting.get(id(func))
     if counts is None:
-        counts = _counting[func] = func._schema.is_mutable and not counted_above(func)
+        _held.append(func)
+        counts = _counting[id(func)] = func._schema.is_mutable and not counted_above(func)
     if not is_complex and not counts:
         return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set()

@@ -197,13 +197,13 @@ def _describe(func: OpOverload) -> Operator:
     )
 
 
-# Those of custom operators stay, should they be destroyed: an id may be given to another one.
-_known: dict[OpOverload, Operator] = {}
+# By id, since the hash of an operator is computed in Python. The facts hold it, so that its id is not given to another.
+_known: dict[int, Operator] = {}
 
 
 def operator(func: OpOverload) -> Operator:
     """Return the facts about ``func``; they are worked out once."""
-    found = _known.get(func)
+    found = _known.get(id(func))
     if found is None:
-        found = _known[func] = _describe(func)
+        found = _known[id(func)] = _describe(func)
     return found

@@ -82,15 +82,19 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Any:
         """Replace a tensor that autograd saves by a handle."""
         # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
-        return self._packed(tensor, by_function=_getframe(1).f_code is _APPLY)
+        by_function = _getframe(1).f_code is _APPLY
+        value = self._recorder.known(tensor)
+        return self._packed_apart(tensor, by_function) if value is None else self._handle(value, tensor, by_function)
 
-    def _packed(self, tensor: Tensor, by_function: bool) -> Any:
+    def _packed_apart(self, tensor: Tensor, by_function: bool) -> Any:
+        if is_plain(tensor):
+            return self._handle(None, tensor, by_function)
+        if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
+            return Parts(tensor, lambda part: self._packed_apart(part, by_function))
+        return Whole(tensor)
+
+    def _handle(self, value: Value | None, tensor: Tensor, by_function: bool) -> Handle:
         recorder = self._recorder
-        value = recorder.known(tensor)
-        if value is None and not is_plain(tensor):
-            if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
-                return Parts(tensor, lambda part: self._packed(part, by_function))
-            return Whole(tensor)
         with recorder:
             if value is None:
                 value = recorder.find(tensor)
@@ -101,15 +105,16 @@ class Hooks:
             return Handle(value, None if geometry == value.geometry else geometry, recorder)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
+        scope = self._scope
         if not value.decided and value.call is not None and not by_function:
-            value.scope.around(self._scope).decide(value)
+            (scope if value.scope is scope else value.scope.around(scope)).decide(value)
         if not value.handles and not value.external:
             value.scope.ledger.made.enter(value.nbytes)
         value.handles += 1
         value.demand += 1
         if by_function or value.call is None:
             _keep_for_good(value, tensor)
-            value.scope.around(self._scope).place_opaque(value)
+            value.scope.around(scope).place_opaque(value)
         elif value.tensor is None and value.copy is None:
             keep = value.scope.admit(value) if value.pinned else not (value.secured or secure(value))
             if keep:
