@@ -45,7 +45,7 @@ def passed_on(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def counted_above(func: OpOverload) -> bool:
     """Tell whether autograd itself counts what an operator writes, once it has returned to it."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.ADInplaceOrView)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(str(func._name), DispatchKey.ADInplaceOrView)
 
 
 def with_lazy_views(excluded: DispatchKeySet) -> DispatchKeySet:

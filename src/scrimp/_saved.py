@@ -82,19 +82,15 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Any:
         """Replace a tensor that autograd saves by a handle."""
         # A custom Function's kernels may have written to what it saves, unseen: that is never replayed.
-        by_function = _getframe(1).f_code is _APPLY
-        value = self._recorder.known(tensor)
-        return self._packed_apart(tensor, by_function) if value is None else self._handle(value, tensor, by_function)
+        return self._packed(tensor, by_function=_getframe(1).f_code is _APPLY)
 
-    def _packed_apart(self, tensor: Tensor, by_function: bool) -> Any:
-        if is_plain(tensor):
-            return self._handle(None, tensor, by_function)
-        if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
-            return Parts(tensor, lambda part: self._packed_apart(part, by_function))
-        return Whole(tensor)
-
-    def _handle(self, value: Value | None, tensor: Tensor, by_function: bool) -> Handle:
+    def _packed(self, tensor: Tensor, by_function: bool) -> Any:
         recorder = self._recorder
+        value = recorder.known(tensor)
+        if value is None and not is_plain(tensor):
+            if is_traceable_wrapper_subclass(cast(object, tensor)) and not tensor.is_nested:
+                return Parts(tensor, lambda part: self._packed(part, by_function))
+            return Whole(tensor)
         with recorder:
             if value is None:
                 value = recorder.find(tensor)
