@@ -29,8 +29,8 @@ class Outbox:
         self._clock = 0
         self._due: dict[int, list[Value]] = {}
         """By operator, the values that a plan wants gone after it."""
-        self._planned: dict[tuple[int, int], list[tuple[int, weakref.ref[Copy]]]] = {}
-        """By the value that is unpacked then, and how often it was in this pass: copies that a plan wants back."""
+        self._planned: dict[tuple[int, int], list[tuple[int, tuple[int, int], weakref.ref[Copy]]]] = {}
+        """By the value that is unpacked then: how often it was in this pass, and whose copies a plan wants back."""
         self._turns: Counter[tuple[int, int]] = Counter()
         self._leaving: deque[Value] = deque()
         self._stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -96,7 +96,7 @@ class Outbox:
     def _schedule(self, value: Value, copy: Copy, timing: Timing) -> None:
         self._due.setdefault(max(timing.free_at, self._clock - 1), []).append(value)
         if timing.fetch_at is not None:
-            self._planned.setdefault(timing.fetch_at, []).append((timing.turn, weakref.ref(copy)))
+            self._planned.setdefault(timing.fetch_at, []).append((timing.turn, value.place, weakref.ref(copy)))
 
     def finish(self, value: Value) -> None:
         """Have the device's queue wait for a value that is leaving, and let go of it; of any other, do nothing."""
@@ -137,7 +137,7 @@ class Outbox:
         planned = self._planned.get(value.place)
         if planned:
             self._turns[value.place] += 1
-            for turn, copy in planned:
+            for turn, _, copy in sorted(planned, key=lambda one: one[1], reverse=True):  # the latest is needed first
                 if turn == self._turns[value.place] and (there := copy()) is not None:
                     there.prefetch()
 
