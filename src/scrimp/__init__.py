@@ -1,6 +1,7 @@
 """scrimp: a PyTorch training step that fits in the bytes you state, with bit-identical gradients."""
 
 from scrimp import adjoints, errors, jacobian, planning, policy, solvers, store
+from scrimp._budget_session import BudgetSession
 from scrimp._chain import ManualChain
 from scrimp._checkpoint import checkpoint
 from scrimp._engine.backward import backward
@@ -9,7 +10,7 @@ from scrimp._engine.parallel import parallel
 from scrimp._engine.profile import NodeRun, NodeTotal, Profile
 from scrimp._fake_trace import trace_on
 from scrimp._implicit.api import argmin, fixed_point, implicit, root
-from scrimp._limit import BudgetSession, limit
+from scrimp._limit import limit
 from scrimp._loops.api import scan
 from scrimp._loops.progress import Phase, Progress
 from scrimp._plan import Plan

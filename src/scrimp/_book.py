@@ -14,7 +14,7 @@ from scrimp._trace import Trace
 from scrimp.errors import BudgetError
 
 if TYPE_CHECKING:
-    from scrimp._limit import BudgetSession
+    from scrimp._budget_session import BudgetSession
 
 
 class Line(threading.local):

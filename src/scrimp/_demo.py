@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp._budget import format_bytes
-from scrimp._limit import BudgetSession, limit
+from scrimp._budget_session import BudgetSession
+from scrimp._limit import limit
 from scrimp.testing import LiveBytes, live_bytes
 
 WIDTH, HEADS, LAYERS, LENGTH, BATCH = 96, 4, 4, 128, 8

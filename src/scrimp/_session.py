@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scrimp._budget import Budget
+from scrimp._budget_session import BudgetSession
 from scrimp._compiler import never_compiled
 from scrimp._elsewhere import Elsewhere
 from scrimp._keeping import KeepingHooks
-from scrimp._limit import BudgetSession
 from scrimp._record import Recorder
 from scrimp._record_mode import RecordMode
 from scrimp._saved import Hooks

@@ -444,7 +444,7 @@ def test_a_model_that_is_moved_after_it_was_limited_is_known_anew(monkeypatch: p
     model(make_batch()).square().mean().backward()
     assert session.trace is not None
     elsewhere = torch.device("meta")
-    monkeypatch.setattr("scrimp._limit.device_of", lambda module, tree: elsewhere)
+    monkeypatch.setattr("scrimp._budget_session.device_of", lambda module, tree: elsewhere)
     model.to(elsewhere)
     assert session._where() == session.device == elsewhere
     assert session.trace is None
