@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import scrimp
 from scrimp.testing import live_bytes
@@ -99,3 +100,50 @@ def train(name: str, budget: int | None = None, steps: int = 4) -> Trained:
             session.detach()  # an error that somebody holds keeps the model, which would go on to count
     left = (*losses, *(parameter.detach() for parameter in model.parameters()), *model.buffers(), torch.get_rng_state())
     return Trained(tuple(peaks), left, resident)
+
+
+def blocks(count: int = 6, width: int = 48) -> nn.Sequential:
+    """Return a stack of simple blocks, always the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(count))
+    )
+
+
+def measured(step: Callable[[], object], *held_by: nn.Module) -> int:
+    """Return the peak of a step: what modules hold, without gradients, and live bytes."""
+    with live_bytes() as count:
+        step()
+    return count.peak + sum(tensor.nbytes for module in held_by for tensor in module.parameters())
+
+
+def gradients(*modules: nn.Module) -> list[Tensor]:
+    """Return copies of all gradients, and clear them."""
+    found = [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]
+    for module in modules:
+        module.zero_grad()
+    return found
+
+
+def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
+    """Fail unless all are the same to the last bit."""
+    assert len(ours) == len(plain)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def assert_nothing_left_on() -> None:
+    """Fail if a dispatch mode or saved-tensor hooks are in force."""
+    assert not _get_current_dispatch_mode_stack()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def activations(part: float, depth: int = 4) -> tuple[nn.Module, Tensor, int]:
+    """Return a model, a batch, and a part of what a plain step takes beyond gradients."""
+    torch.manual_seed(0)
+    model, make_batch = transformer(depth)
+    batch = make_batch()
+    with live_bytes() as count:
+        model(batch).square().mean().backward()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    model.zero_grad()
+    return model, batch, int((count.peak - gradients) * part)
