@@ -146,7 +146,8 @@ class _Best:
     owned: bool = False
 
     def note(self, x: Tensor, r: Tensor, norm: Tensor) -> None:
-        better = norm < self.norm
+        # A sample that stands still is as good as it was, and needs no copy.
+        better = norm <= self.norm
         if bool(better.all()):
             self.x, self.r, self.norm = x, r, norm
             self.owned = False

@@ -222,8 +222,9 @@ class AutoStepper:
         if len(self._norms) < 3:
             return 0.0
         before, now = self._norms[0], self._norms[2]
-        ratios = torch.where((now > bound) & now.isfinite() & before.isfinite(), now / before, 0)
-        return math.sqrt(float(ratios.amax()))
+        ratios = torch.where(now > bound, now / before, 0)
+        slowest = float(ratios.amax())
+        return math.sqrt(slowest if math.isfinite(slowest) else float(ratios.nan_to_num(0.0, 0.0, 0.0).amax()))
 
     def _plain_will_do(self, r: Tensor, norm: Tensor, bound: Tensor) -> bool:
         """Whether plain steps are likely to be cheaper than accelerated ones."""
