@@ -90,7 +90,7 @@ class AndersonHistory:
         differences, inverses = self._residuals[:, :used], self._inverses[:, 0, :used]
         row = torch.bmm(differences[:, slot : slot + 1], differences.mT).squeeze(1).double()
         length = row[:, slot].sqrt()
-        inverses[:, slot] = torch.where((length > 0) & length.isfinite(), 1 / length, 0.0)
+        inverses[:, slot] = length.reciprocal_().nan_to_num_(0.0, 0.0, 0.0)
         row.mul_(inverses).mul_(inverses[:, slot : slot + 1]).nan_to_num_(0.0, 0.0, 0.0)
         self._gram[:, slot, :used] = row
         self._gram[:, :used, slot] = row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -147,10 +147,19 @@ class Boundary(torch.autograd.Function):
 
 
 def ambient_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A factory of contexts that bring back the autocast state of now, for one device type."""
+    """A factory of contexts that bring back the autocast state of now, for one device type.
+
+    Entering ``torch.autocast`` costs as much as a small evaluation, so it is spared where there is none to change.
+    """
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+    def context() -> AbstractContextManager[object]:
+        if not enabled and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+    return context
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

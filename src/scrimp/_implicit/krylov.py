@@ -80,7 +80,7 @@ class Krylov:
         column = self.matrix[:, : k + 2, k]
         column[:, :-1], column[:, -1] = weights, length
         self.size += 1
-        self._append(rest, _inverse(length) if self.ended else 1 / length)
+        self._append(rest, _inverse(length))
         return column
 
     def combine(self, weights: Tensor) -> Tensor:
@@ -112,4 +112,4 @@ class Krylov:
 
 def _inverse(lengths: Tensor) -> Tensor:
     """1 / length, or 0 where that is no number."""
-    return torch.where((lengths > 0) & lengths.isfinite(), 1 / lengths, 0.0)
+    return lengths.reciprocal().nan_to_num_(0.0, 0.0, 0.0)
