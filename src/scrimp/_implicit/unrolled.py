@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import AdjointError
-from .equation import Equation, no_autocast
+from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, scale_of, start_scale
 from .settings import Settings
 from .tolerance import Tolerance
+
+Carried = Callable[[Tensor, Tensor], None]
+"""Hears of a gradient that came in, and of what was left of it before the first step: what steps did not carry."""
 
 LeafMap = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 """f on flat states, with the tensors it depends on."""
@@ -22,16 +26,47 @@ LeafMap = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 LARGEST_LOSS = 1e-3
 
 
-def unroll(equation: Equation, start: Tensor, damping: float, steps: int, with_checkpoints: bool) -> Tensor:
+def unroll(
+    equation: Equation, start: Tensor, damping: float, steps: int, with_checkpoints: bool, carried: Carried
+) -> Tensor:
     """The state after so many plain steps, with the graph of all, each recomputed in backward or not."""
 
     def step(x: Tensor) -> Tensor:
         return x + damping * equation.residual(x)
 
-    x = start
-    for _ in range(steps):
+    x = first = start
+    for index in range(steps):
         x = checkpoint(step, x, use_reentrant=False) if with_checkpoints else step(x)
+        first = x if index == 0 else first
+    if x.requires_grad:
+        remainder = _Remainder(equation, start, damping, carried)
+        x.register_hook(remainder.begin)  # type: ignore[no-untyped-call]
+        first.register_hook(remainder.end)  # type: ignore[no-untyped-call]
     return x
+
+
+@dataclass(slots=True)
+class _Remainder:
+    """Watches a backward: what the last step was given, and what the first would pass on."""
+
+    equation: Equation
+    start: Tensor
+    damping: float
+    carried: Carried
+    arrived: Tensor | None = None
+
+    def begin(self, gradient: Tensor) -> None:
+        """Hear of the gradient of the last step."""
+        self.arrived = gradient.detach()
+
+    def end(self, gradient: Tensor) -> None:
+        """Hear of the gradient of the first step."""
+        arrived, self.arrived = self.arrived, None
+        if arrived is None:  # a backward through a backward may come in between the steps only
+            return
+        with torch.no_grad(), no_autocast(gradient.device):
+            pulled = Linearisation(self.equation, self.start).transposed(gradient.detach())
+            self.carried(arrived, gradient.detach() - self.damping * pulled)
 
 
 def allowed_steps(coupling: float, dtype: torch.dtype) -> int:
@@ -50,12 +85,13 @@ def reversible(
     coupling: float,
     tolerance: Tolerance,
     settings: Settings,
+    carried: Callable[[int], Carried],
 ) -> tuple[Tensor, Solution]:
     """Run the coupled iteration y ← (1−β)y + βf(z), z ← (1−β)z + βf(y) until f(z) is near z."""
     with torch.no_grad(), no_autocast(start.device):
         limit = allowed_steps(coupling, start.dtype)
         steps, y, solution = _run(equation, start, coupling, tolerance, settings, limit)
-    last = _Reversible.apply(map_with, y, solution.x, coupling, steps, *leaves)  # type: ignore[no-untyped-call]
+    last = _Reversible.apply(map_with, carried(steps), y, solution.x, coupling, steps, *leaves)  # type: ignore[no-untyped-call]
     return last, solution
 
 
@@ -94,9 +130,11 @@ class _Reversible(torch.autograd.Function):
     """The coupled iteration as one node, which holds its last two states and what f depends on."""
 
     @staticmethod
-    def forward(ctx: Any, f: LeafMap, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, f: LeafMap, carried: Carried, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(y, z, *leaves)
-        ctx.f, ctx.beta, ctx.steps = f, beta, steps
+        ctx.f, ctx.carried, ctx.beta, ctx.steps = f, carried, beta, steps
         return z.clone()
 
     @staticmethod
@@ -128,4 +166,6 @@ class _Reversible(torch.autograd.Function):
             image, back = pull(z, beta * y_bar)
             y = (y - beta * image) / (1 - beta)
             z_bar, y_bar = z_bar + back, (1 - beta) * y_bar
-        return None, None, None, None, None, *totals
+        # Both halves began at the same state.
+        ctx.carried(gradients[0], y_bar + z_bar)
+        return None, None, None, None, None, None, *totals
