@@ -98,16 +98,16 @@ class AdjointSolve:
 
 
 def judge_steps(
-    arrived: Tensor, left: Tensor, steps: int, info: Info, adjoint: Unroll | Reversible, layout: Layout, on_fail: OnFail
+    length: Tensor, left: Tensor, steps: int, info: Info, adjoint: Unroll | Reversible, layout: Layout, on_fail: OnFail
 ) -> None:
     """Note and report what steps did not carry of a gradient: as a series, they solve the adjoint equation in part."""
-    with torch.no_grad(), no_autocast(arrived.device):
-        relative = relative_norm(left, euclidean(arrived))
+    with torch.no_grad(), no_autocast(length.device):
+        relative = relative_norm(left, length)
         # After k steps what is left is the k-th power of what one more would shrink it by.
         rate = relative.double() ** (1 / steps) if steps else torch.ones_like(relative).double()
         error = torch.where(rate < 1, relative / (1 - rate), torch.inf)
         error = torch.where(relative == 0, 0.0, error)
-        sound = arrived.isfinite().all(1)
+        sound = length.isfinite()
         shaped = layout.per_sample
         solved = shaped(sound & (error <= info.expected_error.flatten()))
         judged = BackwardInfo(solved, steps, 0, shaped(relative), shaped(error))

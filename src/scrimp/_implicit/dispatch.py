@@ -178,13 +178,13 @@ class _Watch:
     info: Info | None = None
 
     def after(self, steps: int) -> Carried:
-        """What to call with the gradient that came in and what so many steps left of it."""
+        """What to call with the gradient's length and what so many steps left of it."""
 
-        def judge(arrived: Tensor, left: Tensor) -> None:
+        def judge(length: Tensor, left: Tensor) -> None:
             adjoint = self.settings.adjoint
             assert self.info is not None
             assert isinstance(adjoint, Unroll | Reversible)
-            judge_steps(arrived, left, steps, self.info, adjoint, self.layout, self.settings.on_fail)
+            judge_steps(length, left, steps, self.info, adjoint, self.layout, self.settings.on_fail)
 
         return judge
 

@@ -67,6 +67,16 @@ def report_curvature(is_minimum: Tensor, layout: Layout, on_fail: OnFail) -> Non
     _say(message, ConvergenceWarning, on_fail)
 
 
+def report_random(on_fail: OnFail) -> None:
+    """Say that f drew random numbers."""
+    message = (
+        "f draws random numbers, so that it is another function at each evaluation: need one function, "
+        "the result and its gradient may belong to none; draw before, outside f, or switch dropout off"
+    )
+    if on_fail != "ignore":
+        _say(message, ConvergenceWarning, on_fail, deeper=1)
+
+
 def report_gradient(info: BackwardInfo, sound: Tensor, adjoint: Adjoint, layout: Layout, on_fail: OnFail) -> None:
     """Say it if an adjoint equation was not solved, or not well, or its right-hand side was not ``sound``."""
     failed = ~info.solved.flatten()

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import AdjointError
+from .draws import drawing_reported
 from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, scale_of, start_scale
 from .settings import Settings
-from .tolerance import Tolerance
+from .tolerance import Tolerance, euclidean
 
 Carried = Callable[[Tensor, Tensor], None]
-"""Hears of a gradient that came in, and of what was left of it before the first step: what steps did not carry."""
+"""Hears how long a gradient was for each sample, and what the first step would pass on: what steps did not carry."""
 
 LeafMap = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 """f on flat states, with the tensors it depends on."""
@@ -34,39 +35,37 @@ def unroll(
     def step(x: Tensor) -> Tensor:
         return x + damping * equation.residual(x)
 
-    x = first = start
+    x, remainder = start, _Remainder(equation, start, damping, carried)
     for index in range(steps):
         x = checkpoint(step, x, use_reentrant=False) if with_checkpoints else step(x)
-        first = x if index == 0 else first
-    if x.requires_grad:
-        remainder = _Remainder(equation, start, damping, carried)
-        x.register_hook(remainder.begin)  # type: ignore[no-untyped-call]
-        first.register_hook(remainder.end)  # type: ignore[no-untyped-call]
+        if x.requires_grad:
+            x.register_hook(remainder.last if index == 0 else remainder.next)
     return x
 
 
 @dataclass(slots=True)
 class _Remainder:
-    """Watches a backward: what the last step was given, and what the first would pass on."""
+    """Watches a backward: the largest gradient that a step was given, and what the first step would pass on."""
 
     equation: Equation
     start: Tensor
     damping: float
     carried: Carried
-    arrived: Tensor | None = None
+    largest: Tensor | None = None
 
-    def begin(self, gradient: Tensor) -> None:
-        """Hear of the gradient of the last step."""
-        self.arrived = gradient.detach()
+    def next(self, gradient: Tensor) -> None:
+        """Hear of the gradient of a step."""
+        length = euclidean(gradient.detach())
+        self.largest = length if self.largest is None else torch.maximum(self.largest, length)
 
-    def end(self, gradient: Tensor) -> None:
-        """Hear of the gradient of the first step."""
-        arrived, self.arrived = self.arrived, None
-        if arrived is None:  # a backward through a backward may come in between the steps only
-            return
+    def last(self, gradient: Tensor) -> None:
+        """Hear of the gradient of the first step, which backward comes to last."""
+        self.next(gradient)
+        largest, self.largest = self.largest, None
+        assert largest is not None
         with torch.no_grad(), no_autocast(gradient.device):
             pulled = Linearisation(self.equation, self.start).transposed(gradient.detach())
-            self.carried(arrived, gradient.detach() - self.damping * pulled)
+            self.carried(largest, gradient.detach() - self.damping * pulled)
 
 
 def allowed_steps(coupling: float, dtype: torch.dtype) -> int:
@@ -90,7 +89,8 @@ def reversible(
     """Run the coupled iteration y ← (1−β)y + βf(z), z ← (1−β)z + βf(y) until f(z) is near z."""
     with torch.no_grad(), no_autocast(start.device):
         limit = allowed_steps(coupling, start.dtype)
-        steps, y, solution = _run(equation, start, coupling, tolerance, settings, limit)
+        with drawing_reported(start.device, settings.on_fail):
+            steps, y, solution = _run(equation, start, coupling, tolerance, settings, limit)
     last = _Reversible.apply(map_with, carried(steps), y, solution.x, coupling, steps, *leaves)  # type: ignore[no-untyped-call]
     return last, solution
 
@@ -167,5 +167,5 @@ class _Reversible(torch.autograd.Function):
             y = (y - beta * image) / (1 - beta)
             z_bar, y_bar = z_bar + back, (1 - beta) * y_bar
         # Both halves began at the same state.
-        ctx.carried(gradients[0], y_bar + z_bar)
+        ctx.carried(euclidean(gradients[0]), y_bar + z_bar)
         return None, None, None, None, None, None, *totals
