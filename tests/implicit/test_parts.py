@@ -141,7 +141,7 @@ def test_auto_leaves_out_combinations_on_wide_states_only(unknowns, leaves_some_
     x = torch.zeros(1, unknowns, dtype=DOUBLE)
     equation = FIXED_POINT.equation(lambda x: slopes * x + 1, layout_of(x, 1))
     stepper, plain = Auto().stepper(equation, x), []
-    for _ in range(12):
+    for _ in range(25):
         r = equation.evaluate(x)
         following, _ = stepper.step(x, r, r.norm(dim=1), torch.full((1,), 1e-10, dtype=DOUBLE))
         plain.append(torch.equal(following, x + r))

@@ -271,6 +271,30 @@ def test_residual_that_is_zero_by_rounding_is_not_believed():
         x.backward()
 
 
+def test_estimated_errors_are_warned_about_from_a_multiple_of_the_tolerance_on():
+    """A tolerance of 1e-6 is silent where it stands for an error of 1e-5, and said where for one of 1e-3."""
+
+    def solve(slope):
+        c = torch.ones((), dtype=DOUBLE)
+        return scrimp.fixed_point(
+            lambda x: slope * x + c, torch.zeros_like(c), solver=Picard(), rtol=1e-6, max_steps=20_000
+        )[1]
+
+    assert solve(0.9).all_converged
+    with pytest.warns(ConvergenceWarning, match="nearly singular"):
+        info = solve(0.999)
+    assert info.all_converged
+    assert 3e-4 < float(info.state_error) < 3e-3
+
+
+def test_solution_whose_residual_rounds_to_zero_is_not_believed():
+    """What rounding may hide where the solution is a million times as far as the first residual is said, in forward."""
+    slope = torch.tensor(1 - 2**-20)
+    with pytest.warns(ConvergenceWarning, match="nearly singular"):
+        _, info = scrimp.fixed_point(lambda x: slope * x + 1, torch.zeros(()))
+    assert float(info.residual) == 0
+
+
 def test_physical_units():
     """A state of size 1e-12 is solved to relative precision."""
     c = torch.tensor([3e-12, 5e-12], dtype=DOUBLE, requires_grad=True)
