@@ -35,11 +35,8 @@ class AndersonHistory:
         if depth <= self._depth:
             return
         used, missing = min(self._pushed, self._depth), depth - self._depth
-        old = self._residuals, self._images
-        samples, _, columns = self._images.shape
-        self._residuals = old[0].new_empty(samples, depth, columns)
-        self._images = old[1].new_empty(samples, depth, columns)
-        self._residuals[:, :used], self._images[:, :used] = old[0][:, :used], old[1][:, :used]
+        self._residuals = _wider(self._residuals, depth, used)
+        self._images = _wider(self._images, depth, used)
         self._gram = torch.nn.functional.pad(self._gram, (0, missing, 0, missing))
         self._inverses = torch.nn.functional.pad(self._inverses, (0, missing))
         self._depth, self._pushed = depth, used
@@ -103,6 +100,13 @@ class AndersonHistory:
         solution, _ = torch.linalg.solve_ex(self._gram[:, :used, :used], against.mT)
         weights: Tensor = solution.mT * inverses
         return weights
+
+
+def _wider(buffer: Tensor, depth: int, used: int) -> Tensor:
+    samples, _, columns = buffer.shape
+    wider = buffer.new_empty(samples, depth, columns)
+    wider[:, :used] = buffer[:, :used]
+    return wider
 
 
 def products(vector: Tensor, rows: Tensor) -> Tensor:

@@ -274,6 +274,8 @@ class AutoStepper:
 
     def _escalate(self) -> None:
         self._stage += 1
+        # What the old method holds goes before the new one holds as much.
+        self._current = PicardStepper(1.0)
         if self._stage < LAST_STAGE:
             self._current = BroydenStepper(self._like, 2 * self._depth)
         else:
