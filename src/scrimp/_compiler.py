@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+from scrimp.errors import ScrimpError
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+_OPERANDS_ONLY = (
+    "scrimp: while a step is recorded, PyTorch does not compile what is given to torch.cond and its like. Such "
+    "functions may read no tensors but their operands, and must return a tuple: write them so, or use Python's own `if`"
+)
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error that comes from within an operator of functions what such an operator asks for here."""
+    if isinstance(error, ScrimpError) or not isinstance(error, Exception):
+        return
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    if any(frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops") for frame in frames):
+        error.add_note(_OPERANDS_ONLY)
 
 
 def never_compiled(function: F) -> F:

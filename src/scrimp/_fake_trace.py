@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from scrimp._answers import Answers
 from scrimp._limiter import Limiter
 from scrimp._live import rounded
 from scrimp._machine import Machine
 from scrimp._machine import machine as machine_named
 from scrimp._meter import Before
-from scrimp._roofline import META, Clock, FusedKernels, MachineMeter
+from scrimp._record import tensors_in
+from scrimp._roofline import META, Clock, EndlessError, FusedKernels, MachineMeter
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
@@ -82,7 +86,7 @@ class Followed:
 
     Attributes:
         trace: what it would do.
-        answered: how many yes-or-no questions about data were answered with yes.
+        answered: how many questions about data were answered without knowing: yes, where nothing else is said.
     """
 
     trace: Trace
@@ -97,6 +101,8 @@ def follow(
     budget: int | None,
     loss_of: Callable[[Any], Tensor] = lambda loss: loss,
     kernels: type[TorchFunctionMode] = FusedKernels,
+    answers: Answers | None = None,
+    with_gradients: Set[int] = frozenset(),
 ) -> Followed:
     """Follow a step without running it.
 
@@ -108,33 +114,93 @@ def follow(
         budget: bytes for what the step makes, beyond what is there before; None for no limit.
         loss_of: makes a loss of what ``fn`` returns.
         kernels: says which kernels the machine has.
+        answers: what the same step was answered where it had data, as far as that is known; where it is not, the
+            smallest answer is taken.
+        with_gradients: the ids of the parameters that have gradients already.
     """
     args, kwargs = tree_map(described, (tuple(args), dict(kwargs)))
-    step, parameters, buffers = _described_step(fn)
+    around, parameters, buffers = _described_module(fn, with_gradients)
     parts = {"parameters": parameters, "buffers": buffers, "inputs": tree_leaves((args, kwargs))}
     meter = MachineMeter(machine)
-    clock = Clock(meter)
+    clock = Clock(meter, answers)
     policy = EveryN(1) if budget is None else KeepAll()
     recorder = StepRecorder(Limiter(Control(policy, verify=False), meter, budget), Before((), frozenset()))
     try:
         with clock:
             module = fn if isinstance(fn, nn.Module) else None
-            _record(recorder, module, lambda: loss_of(step(*args, **kwargs)), kernels())
+            around(lambda: _record(recorder, module, lambda: loss_of(fn(*args, **kwargs)), kernels()))
     finally:
         recorder.close()
     trace = recorder.draft.finished(meter, _resident(parts, machine))
     return Followed(replace(trace, out_bandwidth=machine.link, in_bandwidth=machine.link), clock.answered)
 
 
+def forward_alone(
+    machine: Machine,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kernels: type[TorchFunctionMode],
+    answers: Answers,
+) -> int:
+    """Return the most bytes that a forward pass makes and needs at once, if nothing is kept for backward.
+
+    It is followed for as long as its questions about data can be answered, or guessed at: all with yes, or all with no.
+    """
+    ways = (_forward_alone(machine, module, args, kwargs, kernels, answers, guess) for guess in (True, False))
+    return min(ways)
+
+
+def _forward_alone(
+    machine: Machine,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kernels: type[TorchFunctionMode],
+    answers: Answers,
+    guess: bool,
+) -> int:
+    meter = MachineMeter(machine)
+    around, _, _ = _described_module(module, frozenset())
+
+    def forward() -> None:
+        with _Counted(meter), kernels(), META, saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            module(*args, **kwargs)
+
+    with Clock(meter, answers, guess), suppress(EndlessError):
+        around(forward)
+    return meter.most()
+
+
+@final
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operators make."""
+
+    def __init__(self, meter: MachineMeter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        older = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *kwargs.values()])}
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage()._cdata not in older:
+                self._meter.made(tensor.untyped_storage())
+        return result
+
+
 def _record(
     recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor], kernels: TorchFunctionMode
 ) -> None:
     hooks, mode = StepHooks(recorder, recorder.limiter), StepMode(recorder)
-    with mode:
-        mode.inside = True
-        with saved_tensors_hooks(hooks.pack, hooks.unpack), kernels, META, module_paths(module, recorder):
+    with mode, kernels, META:  # in backward, too: a checkpoint of PyTorch's runs forward code there
+        recorder.inside = True
+        with saved_tensors_hooks(hooks.pack, hooks.unpack), module_paths(module, recorder):
             loss = step()
-        mode.inside = False
+        recorder.inside = False
         recorder.draft.spans.append((0, len(recorder.draft.ops)))
         go_backward(loss, recorder)
 
@@ -152,23 +218,43 @@ def described(leaf: Any) -> Any:
     return made.requires_grad_(leaf.requires_grad)
 
 
-def _described_step(fn: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]:
-    """Return the step over descriptions of a module's tensors, and these; a tied tensor is described once."""
+@final
+class _Around(nn.Module):
+    """Runs any code as if it were the forward pass of a module around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, code: Callable[[], None]) -> None:
+        """Run it."""
+        code()
+
+
+_Run = Callable[[Callable[[], None]], None]
+
+
+def _described_module(fn: Callable[..., Tensor], with_gradients: Set[int]) -> tuple[_Run, list[Tensor], list[Tensor]]:
+    """Return what runs code while a module's tensors are descriptions, and these; a tied tensor is described once."""
     if not isinstance(fn, nn.Module):
-        return fn, [], []
+        return (lambda code: code()), [], []
     known: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
-        return known.setdefault(id(tensor), described(tensor))
+        if id(tensor) not in known:
+            known[id(tensor)] = described(tensor)
+            if id(tensor) in with_gradients:
+                known[id(tensor)].grad = described(tensor.detach())
+        return known[id(tensor)]
 
     parameters = {name: once(tensor) for name, tensor in fn.named_parameters(remove_duplicate=False)}
     buffers = {name: once(tensor) for name, tensor in fn.named_buffers(remove_duplicate=False)}
+    given = {f"inner.{name}": tensor for name, tensor in (parameters | buffers).items()}
 
-    def step(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = torch.func.functional_call(fn, parameters | buffers, args, kwargs)
-        return result
+    def run(code: Callable[[], None]) -> None:
+        torch.func.functional_call(_Around(fn), given, (code,))
 
-    return step, list(parameters.values()), list(buffers.values())
+    return run, list(parameters.values()), list(buffers.values())
 
 
 def _resident(parts: Mapping[str, Sequence[Any]], on: Machine) -> tuple[Resident, ...]:

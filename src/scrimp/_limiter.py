@@ -10,7 +10,6 @@ import torch
 from torch._ops import OpOverload
 
 from scrimp._below import passed_on
-from scrimp._budget import format_bytes
 from scrimp._cost import replay_seconds
 from scrimp._elsewhere import Elsewhere
 from scrimp._live import users
@@ -18,9 +17,9 @@ from scrimp._meter import Meter
 from scrimp._predict import Forecast
 from scrimp._replay import Replay
 from scrimp._scope import Control, Scope
+from scrimp._shortage import Outlook, Shortage, past_this
 from scrimp._standing import Standing, lines_of
 from scrimp._value import Timing, Value, secure
-from scrimp.errors import BudgetError
 
 R = TypeVar("R")
 
@@ -36,13 +35,6 @@ class Cost(NamedTuple):
     transient: int
 
 
-class Outlook(NamedTuple):
-    """How many bytes a step takes, and who says so, as the beginning of a sentence."""
-
-    nbytes: int
-    source: str
-
-
 @final
 class Limiter(Scope):
     """A scope that keeps everything as long as the device has room, and evicts when something needs it.
@@ -56,8 +48,8 @@ class Limiter(Scope):
     """
 
     __slots__ = (
-        "_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "elsewhere", "meter", "outlook",
-        "standing",
+        "_forecast", "_in_use", "_making_room", "_promised", "abandon", "awake", "budget", "elsewhere", "meter",
+        "outlook", "spare", "standing",
     )  # fmt: skip
 
     def __init__(
@@ -72,10 +64,14 @@ class Limiter(Scope):
         self._in_use: Set[Value] = frozenset()
         self._making_room = False
         self._promised = 0
+        self.spare = 0
+        """Bytes of the budget for what operators take that nobody has seen yet."""
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
-        self.outlook: Callable[[int], Outlook | None] = _unknown
-        """Says what the whole step takes, given what it takes at one moment; None where nobody knows."""
+        self.outlook: Callable[[int], Outlook] = past_this
+        """Says what the whole step takes, given what it takes at one moment."""
+        self.abandon: Callable[[Shortage], bool] = _never
+        """Lets go of all that backward would need, for the forward pass to go on; False where that cannot be."""
 
     def room(self) -> int | None:
         """Return how many bytes a replay may leave behind."""
@@ -110,7 +106,8 @@ class Limiter(Scope):
     def make_room_for(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Make room for what an operator is about to make."""
         if self.awake and not self._making_room:
-            self.make_room(self._forecast.result_bytes(func, args, kwargs))
+            made, within = self._forecast.needs(func, args, kwargs)
+            self.make_room(made, within)
 
     def timed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Cost]:
         """Run an operator, and say what it took of the device."""
@@ -119,17 +116,24 @@ class Limiter(Scope):
 
         def attempt() -> tuple[Any, Cost]:
             level, requested = meter.level(), meter.requested()
-            meter.keep_busy()
+            if meter.is_behind:
+                meter.keep_busy(self._forecast.is_new(func, args, kwargs))
             start = meter.mark()
             result = passed_on(func, args, kwargs)
             end = meter.mark()
-            within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
-            return result, Cost(start, end, max(within, 0))
+            within = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
+            if within:
+                self._forecast.learn(within, func, args, kwargs)
+            return result, Cost(start, end, within)
 
-        return self.retried(attempt)
+        return self._retried(attempt, func, args, kwargs)
 
-    def retried(self, attempt: Callable[[], R]) -> R:
-        """Call ``attempt`` again, with more and more evicted, for as long as the device runs out of memory.
+    def retried(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator again, with more and more evicted, for as long as the device runs out of memory."""
+        return self._retried(lambda: passed_on(func, args, kwargs), func, args, kwargs)
+
+    def _retried(self, attempt: Callable[[], R], func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+        """Call ``attempt``, which runs an operator, until it has enough memory, or nothing is left to evict.
 
         An operator that fails for want of memory has not done anything yet: kernels allocate before they compute.
         """
@@ -138,21 +142,38 @@ class Limiter(Scope):
         while True:
             try:
                 return attempt()
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if not self._evict(max(self.budget or 0, self.meter.level()) // _SHARE_AFTER_FAILURE):
-                    raise
+                    missing = sum(self._forecast.needs(func, args, kwargs))
+                    shortage = self._shortage(missing, self.meter.in_pieces())
+                    raise shortage.error(self.outlook(shortage.need)) from error
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict until ``nbytes`` more fit into the budget, or nothing is left that could go."""
+    def make_room(self, nbytes: int, within: int = 0) -> None:
+        """Evict until ``nbytes`` more fit into the budget.
+
+        As long as something is left that could go, there is room for ``within`` and for what is to spare as well.
+        """
         if self.budget is None or not self.awake or self._making_room:
             return
         self._making_room = True
         try:
-            while (excess := self.meter.level() + nbytes - self.budget) > 0:
+            beyond = within + self.spare
+            while (excess := self.meter.level() + nbytes + beyond - self.budget) > 0:
                 if not self._evict(excess):
-                    raise self._impossible(nbytes)
+                    if excess <= beyond:
+                        break
+                    self._give_up(self._shortage(nbytes))
         finally:
             self._making_room = False
+
+    def _shortage(self, nbytes: int, in_pieces: int = 0) -> Shortage:
+        return Shortage(self.meter.level(), nbytes, in_pieces, self.budget or 0, lines_of(self.standing()))
+
+    def _give_up(self, shortage: Shortage) -> None:
+        """Raise; or, where more can be learnt about what the step takes, have it go on for nothing else."""
+        outlook = self.outlook(shortage.need)
+        if outlook.final or not self.abandon(shortage):
+            raise shortage.error(outlook)
 
     def _evict(self, nbytes: int) -> int:
         """Evict values until about ``nbytes`` are free; return how many bytes that gave."""
@@ -199,24 +220,9 @@ class Limiter(Scope):
         if self.awake:
             self.meter.made(tensor.untyped_storage())
 
-    def _impossible(self, nbytes: int) -> BudgetError:
-        level = self.meter.level()
-        need = level + nbytes
-        there = lines_of(self.standing())
-        outlook = self.outlook(need)
-        advice = f"Give a larger budget ({need} bytes get past this operator)"
-        if outlook is not None:
-            advice = f"{outlook.source} {format_bytes(outlook.nbytes)} ({outlook.nbytes} bytes). Give at least that"
-        return BudgetError(
-            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
-            f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
-            f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
-            smallest=need if outlook is None else outlook.nbytes,
-        )
 
-
-def _unknown(need: int) -> Outlook | None:
-    return None
+def _never(shortage: Shortage) -> bool:
+    return False
 
 
 def _would_be_free(value: Value) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from scrimp._geometry import geometry_of, is_plain
 from scrimp._live import rounded
 from scrimp._record import tensors_in
+from scrimp._shape_rules import own_rule
 
 # They compute all terms in the memory of the result, which keeps its size when the result is reduced to one number.
 _LOSSES = {
@@ -28,9 +29,11 @@ class Forecast:
     def __init__(self, block: int) -> None:
         self._block = block
         self._known: dict[object, int] = {}
+        self._within: dict[object, int] = {}
+        self._timed: set[object] = set()
 
-    def result_bytes(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Return the bytes of storages that the call will make.
+    def needs(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the bytes of storages that the call will make, and those that such a call took within itself.
 
         Where the number depends on data (``nonzero``), or no kernel for ``meta`` exists, it is a guess: as much as the
         largest argument takes.
@@ -39,7 +42,19 @@ class Forecast:
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._ask(func, args, kwargs)
+        return found, self._within.get(key, 0)
+
+    def is_new(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether it was not asked this before about such a call."""
+        key = (func, _key(args), _key(kwargs))
+        found = key not in self._timed
+        self._timed.add(key)
         return found
+
+    def learn(self, within: int, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take note of what a call took within itself, and gave back."""
+        key = (func, _key(args), _key(kwargs))
+        self._within[key] = max(within, self._within.get(key, 0))
 
     def _ask(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         try:
@@ -48,7 +63,7 @@ class Forecast:
                 given = {tensor.untyped_storage()._cdata for tensor in tensors_in([*shadows[0], *shadows[1].values()])}
                 made = {
                     tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-                    for tensor in tensors_in(func(*shadows[0], **shadows[1]))
+                    for tensor in tensors_in(_described_result(func, *shadows))
                 }
         except Exception:  # whatever a kernel says that does not know this device, or cannot know the size
             sizes = [t.untyped_storage().nbytes() for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)]
@@ -58,6 +73,16 @@ class Forecast:
         if func.overloadpacket in _LOSSES and made:
             made = dict.fromkeys(made, max(t.untyped_storage().nbytes() for t in tensors_in([*args])))
         return sum(rounded(nbytes, self._block) for address, nbytes in made.items() if address not in given)
+
+
+def _described_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        result = own_rule(func, args, kwargs)
+        if result is None:
+            raise
+        return result
 
 
 def _rnn_workspace(inputs: Tensor, state: Tensor) -> int:

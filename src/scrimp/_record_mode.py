@@ -23,6 +23,7 @@ from scrimp._compiler import never_compiled
 
 if TYPE_CHECKING:
     from scrimp._record import Recorder
+    from scrimp._value import Call
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -31,6 +32,8 @@ class _Replaying(threading.local):
     """Whether this thread is repeating operators: then no recorder takes note of them."""
 
     active = False
+    call: Call | None = None
+    """The operator that is being repeated."""
 
 
 replaying = _Replaying()

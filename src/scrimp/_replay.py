@@ -123,6 +123,7 @@ class Replay:
                 self._reads[value] -= 1
                 if self._reads[value] == 0:
                     passing.pop(value, None)
+        replaying.call = call
         produced = _repeated(call, given)
         given.clear()
         for ref in call.outputs:
@@ -213,6 +214,7 @@ def as_recorded() -> Iterator[None]:
             yield
         finally:
             replaying.active = before
+            replaying.call = None
 
 
 def _changed(source: Value, call: Call, target: Value) -> str:

@@ -12,13 +12,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from scrimp._answers import Answers, Reader, asks_data, least
+from scrimp._geometry import fresh
 from scrimp._live import LiveStorages
 from scrimp._machine import Machine
 from scrimp._meter import Meter
 from scrimp._operators import Kind, operator
 from scrimp._record import tensors_in
+from scrimp._record_mode import replaying
+from scrimp._shape_rules import own_rule
+from scrimp._value import Call
+from scrimp.errors import TraceError
+
+
+class EndlessError(TraceError):
+    """A step asks its data more than anybody could guess."""
+
 
 META = torch.device("meta")
+_GUESSES = 32  # a step that asks its data more than that is a loop, which waits for an answer that nobody gives
 aten = torch.ops.aten
 
 
@@ -33,6 +45,11 @@ class MachineMeter(Meter):
         self.now = 0.0
         self._live = LiveStorages(on.block)
 
+    @property
+    def plays(self) -> torch.device:
+        """The kind of device that it plays: a host counts every byte."""
+        return torch.device("cpu" if self.block == 1 else "cuda")
+
     def level(self) -> int:
         """Return the bytes that would be in use."""
         return self._live.now
@@ -43,6 +60,10 @@ class MachineMeter(Meter):
 
     def requested(self) -> int:
         """Return 0: what an operator uses within itself is not seen."""
+        return 0
+
+    def in_pieces(self) -> int:
+        """Return 0: nothing is placed anywhere."""
         return 0
 
     def made(self, storage: torch.UntypedStorage) -> None:
@@ -56,7 +77,7 @@ class MachineMeter(Meter):
         """Read the clock."""
         return self.now
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Do nothing: the clock stands still between operators."""
 
     def seconds(self, start: float, end: float) -> float:
@@ -69,25 +90,63 @@ class MachineMeter(Meter):
 
 @final
 class Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Advances the clock by what each operator would take; answers yes where Python asks data a question."""
+    """Advances the clock by what each operator would take, and answers where Python asks data a question.
 
-    def __init__(self, meter: MachineMeter) -> None:
+    Args:
+        meter: reads the clock.
+        answers: what was answered where there was data; None: nobody knows.
+        guess: the answer to yes-or-no questions beyond that.
+    """
+
+    def __init__(self, meter: MachineMeter, answers: Answers | None = None, guess: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
+        self._reader: Reader | None = None if answers is None else answers.told_again()
+        self._guess = guess
         self.answered = 0
-        """How often Python asked data a yes-or-no question."""
+        """How often it had to guess at an answer."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            self.answered += 1
-            return True
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
         if operator(func).kind is Kind.COMPUTE:
             self._meter.now += _seconds(self._meter.machine, func, args, kwargs, result)
         return result
+
+    def _result(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if replaying.call is not None and asks_data(func):
+            return _as_before(replaying.call)
+        answer = None if self._reader is None else self._reader.next(func)
+        if answer is not None:
+            return answer
+        if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return self._guessed(self._guess)
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            result = own_rule(func, args, kwargs)
+            if result is None and self._reader is not None:
+                result = self._guessed(least(func, args))
+            if result is None:
+                raise
+            return result
+
+    def _guessed(self, answer: Any) -> Any:
+        self.answered += 1
+        if self._reader is not None and self.answered > _GUESSES:
+            raise EndlessError(f"need an answer to a question about data, have none after {_GUESSES} guesses")
+        return answer
+
+
+def _as_before(call: Call) -> Tensor | list[Tensor]:
+    """Describe what an operator returned the first time; it is asked for no result that nobody needs any more."""
+    found = {value.index: fresh(value.geometry, META) for ref in call.outputs if (value := ref()) is not None}
+    results = [
+        found.get(index, torch.empty(0, device=META)) for index in range(len(call.operator.func._schema.returns))
+    ]
+    return results[0] if len(results) == 1 else results
 
 
 def _seconds(on: Machine, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:

@@ -208,7 +208,7 @@ class _Machine:
                 prefetches.setdefault(first + decision.prefetch_at, []).append(value)
         for moment, event in enumerate(self.facts.trace.events, start=first):
             self.begins[moment] = self.now
-            for value in sorted(prefetches.get(moment, ())):
+            for value in sorted(prefetches.get(moment, ()), reverse=True):  # backward needs the latest first
                 if moment <= self.ends[value]:
                     self._fetch(value, moment)
             match event:

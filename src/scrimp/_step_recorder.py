@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from scrimp._answers import Answers
 from scrimp._backward_watch import BackwardWatch
 from scrimp._draft import Draft, DraftOp
 from scrimp._geometry import is_plain
@@ -20,6 +21,7 @@ from scrimp._meter import Before
 from scrimp._operators import Operator
 from scrimp._record import Recorder, tensors_in
 from scrimp._saved import Handle, Hooks, Whole
+from scrimp._shortage import Shortage
 from scrimp._standing import Standing
 from scrimp._trace import Release, Unpack
 from scrimp._trace import Value as TracedValue
@@ -43,8 +45,15 @@ class StepRecorder(Recorder):
         self.ids: dict[Value, int] = {}
         self.module = ""
         """The path of the module that is running."""
+        self.inside = False
+        """Code that a plan can decide about is running."""
+        self.answers = Answers()
+        """What the forward pass was answered, when it asked its data."""
+        self.lost: Shortage | None = None
+        """Where the step turned out not to fit. What it goes on for from there is to see what it asks its data."""
         self.backward = BackwardWatch(scope, self.draft)
         scope.standing = self.standing
+        scope.abandon = self.lose
         self._adopting = False
         self._calls: list[Call | None] = []
         """How to repeat each of the values that the operator made that runs now."""
@@ -52,7 +61,37 @@ class StepRecorder(Recorder):
         """By address, the values of which it is not known yet when the program lets go of them."""
         self._versions: dict[int, list[weakref.ref[Value]]] = {}
 
+    # -- steps that do not fit --------------------------------------------------------------------------------------
+
+    def lose(self, shortage: Shortage) -> bool:
+        """Let go of all that backward would need; False, with nothing done, where there is no forward pass to go on."""
+        if self.lost is not None or not self.inside or self.draft.events or torch._C._current_graph_task_id() != -1:
+            return False
+        self.lost = shortage
+        with self:
+            for value in list(self.ids):
+                if value.tensor is not None:
+                    value.let_go()
+        return True
+
+    def look_on(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator of the forward pass of a step that is lost."""
+        result = self.backward.between(func, args, kwargs)
+        self.answers.note(func, result)
+        return result
+
+    def refusal(self) -> BudgetError:
+        """Say what a step that is lost would take, by all that was seen of it."""
+        assert self.lost is not None, "only a step that is lost is refused"
+        return self.lost.error(self.limiter.outlook(self.lost.need))
+
     # -- operators --------------------------------------------------------------------------------------------------
+
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, take note of it, and of what data answered through it."""
+        result = super().run(func, args, kwargs)
+        self.answers.note(func, result)
+        return result
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         draft = self.draft
@@ -81,12 +120,17 @@ class StepRecorder(Recorder):
         result, (op.start, op.end, op.transient) = self.limiter.timed(func, args, kwargs)
         return result
 
+    def _repeats(self, facts: Operator, device: torch.device) -> bool:
+        meter = self.limiter.meter
+        return super()._repeats(facts, meter.plays if device == meter.device else device)
+
     def _ref(self, tensor: Tensor, inputs: dict[Value, None]) -> Value | Ref:
         noted = super()._ref(tensor, inputs)
         value = noted.value if isinstance(noted, Ref) else noted
         gone_for_good = value.call is None and value.tensor is None
         if gone_for_good and value.nbytes * _SMALL <= (self.limiter.budget or 0):
-            self._root(value, tensor)  # little enough to hold for those who may have to be replayed from it
+            value.rooted = True  # little enough to hold for those who may have to be replayed from it
+            value.hold_through(tensor)
         return noted
 
     # -- values -----------------------------------------------------------------------------------------------------
@@ -222,6 +266,12 @@ class StepHooks(Hooks):
         """A replay did not fit into the budget."""
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
+        if self._step.lost is not None:
+            return None
+        if self._step.draft.events and not self._step.inside and torch._C._current_graph_task_id() == -1:
+            # Backward has been here, to its end or not: what the program saves now is no part of the step.
+            self._step.draft.interleaved |= self._step.draft.open_handles > 0
+            return Whole(tensor)
         self._step.draft.packed.append(tensor.numel())
         if torch._C._current_graph_task_id() != -1 and self._step.known(tensor) is None:
             self._step.draft.interleaved = True
@@ -233,17 +283,20 @@ class StepHooks(Hooks):
         draft, number = self._step.draft, self._step.ids[value]
         if by_function:
             draft.kept_for_good.add(number)
+        if draft.values[number].op is not None:
+            draft.open_handles += 1
         if draft.events:
             draft.interleaved = True
         elif draft.values[number].op is not None:
             draft.ops[-1].saves.append(number)
-            draft.open_handles += 1
 
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
-        if isinstance(packed, Handle):
-            self._step.note_unpack(packed.value)
         try:
+            if self._step.lost is not None:
+                raise self._step.refusal()
+            if isinstance(packed, Handle):
+                self._step.note_unpack(packed.value)
             return super().unpack(packed)
         except BudgetError:
             self.failed = True

@@ -152,6 +152,8 @@ def ambient_autocast(device: torch.device) -> Callable[[], AbstractContextManage
     Entering ``torch.autocast`` costs as much as a small evaluation, so it is spared where there is none to change.
     """
     kind = device.type
+    if not torch.amp.is_autocast_available(kind):  # a device of descriptions, say
+        return nullcontext
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def context() -> AbstractContextManager[object]:
@@ -164,4 +166,5 @@ def ambient_autocast(device: torch.device) -> Callable[[], AbstractContextManage
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context for a solver's own arithmetic, which must keep the precision of the state."""
-    return torch.autocast(device.type, enabled=False)
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()

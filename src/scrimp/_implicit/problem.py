@@ -126,7 +126,7 @@ ARGMIN = Kind(argmin_equation, argmin_residual)
 def computing_eps(layout: Layout) -> float:
     """Relative spacing of numbers where f computes: the coarsest of the state's dtypes and autocast's."""
     kind = layout.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return layout.coarsest_eps
     return max(layout.coarsest_eps, torch.finfo(torch.get_autocast_dtype(kind)).eps)
 
