@@ -51,8 +51,12 @@ def main() -> None:
         return loss
 
     optimizer.step(closure)
-    a, b = logs.detach().exp().tolist()
-    print(f"found a = {a:.4f} (true 1), b = {b:.4f} (true 0.5)")
+    found = logs.detach().exp()
+    worst = (temperature(found, warm) - measured).abs().max()
+    a, b = found.tolist()
+    print(f"A rod of {CELLS} cells, up to {measured.max():.2f} degrees warm; its conductivity is a + b u²:")
+    print(f"started at a = 1, b = 1; found a = {a:.4f} (true 1), b = {b:.4f} (true 0.5)")
+    print(f"the temperatures that follow differ from the measured ones by {worst:.0e} degrees at most")
 
 
 if __name__ == "__main__":

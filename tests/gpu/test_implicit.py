@@ -52,11 +52,19 @@ def test_solutions_and_gradients_are_those_of_the_cpu(solver, adjoint):
 
 
 @pytest.mark.parametrize("adjoint", [Phantom(), JacobianFree(), Unroll(), Reversible(0.5)])
-def test_other_adjoints_run_on_the_device(adjoint):
-    """Approximate, unrolled and reversed derivatives are finite tensors on the device."""
+def test_other_adjoints_are_those_of_the_cpu(adjoint):
+    """Approximate, unrolled and reversed derivatives are on the device what they are on the CPU."""
     options = {"solver": Picard()} if isinstance(adjoint, Unroll) else {}
-    _, _, found = gradients(*problem(), adjoint=adjoint, rtol=1e-5, **options)
-    assert all(g.is_cuda and bool(g.isfinite().all()) for g in found)
+
+    def solve(device):
+        # Reversible steps can be undone only where the contraction is strong.
+        W, p = problem(device=device)
+        weak = (W.detach() / 4).requires_grad_()
+        return gradients(weak, p, adjoint=adjoint, rtol=1e-5, **options)[2]
+
+    for ours, theirs in zip(solve("cuda"), solve("cpu"), strict=True):
+        assert ours.is_cuda
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_large_state_in_single_precision():

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 import scrimp
-from scrimp.adjoints import Implicit
-from scrimp.solvers import Anderson, BiCGSTAB, Picard
+from scrimp._implicit.problem import FIXED_POINT
+from scrimp._implicit.state import layout_of
+from scrimp._implicit.steppers import AutoStepper
+from scrimp.adjoints import Implicit, JacobianFree, Phantom
+from scrimp.solvers import GMRES, Anderson, BiCGSTAB, Broyden, Neumann, Picard
 from scrimp.testing import live_bytes
 
 
@@ -35,6 +38,63 @@ def solver_peak(steps: int, solver, adjoint) -> int:
         assert int(info.steps.max()) == steps
         x.square().sum().backward()
     return memory.peak
+
+
+SAMPLES, UNKNOWNS = 2, 20_000
+STATE = SAMPLES * UNKNOWNS * 4
+
+
+@pytest.mark.parametrize(
+    ("solver", "states"),
+    [
+        (Picard(), 6),
+        (Anderson(8), 2 * 8 + 7),
+        (Anderson(16), 2 * 16 + 7),
+        (Broyden(8), 2 * 8 + 10),
+        (Broyden(16), 2 * 16 + 10),
+    ],
+)
+def test_forward_holds_the_states_that_are_documented(solver, states):
+    """While solving, a solver holds so many tensors of the state's size, what f returns included, and hardly more."""
+    drift, x0 = torch.linspace(0.5, 1.0, UNKNOWNS), torch.zeros(SAMPLES, UNKNOWNS)
+    with live_bytes() as memory, torch.no_grad():
+        scrimp.fixed_point(lambda x: x + drift, x0, batch_dims=1, solver=solver, on_fail="ignore", max_steps=60)
+    assert states * STATE <= memory.peak < (states + 0.1) * STATE
+
+
+@pytest.mark.parametrize(
+    ("adjoint", "states"),
+    [
+        (Implicit(GMRES(8, 40)), 8 + 9),
+        (Implicit(GMRES(16, 40)), 16 + 8),
+        (Implicit(BiCGSTAB(80)), 11),
+        (Implicit(Anderson(4)), 2 * 4 + 7),
+        (Implicit(Anderson(8)), 2 * 8 + 7),
+        (Implicit(Neumann(20)), 4),
+        (Phantom(5), 4),
+        (JacobianFree(), 4),
+    ],
+)
+def test_backward_holds_the_states_that_are_documented(adjoint, states):
+    """Backward holds so many tensors of the state's size besides the graph, and hardly more."""
+    slopes = torch.linspace(-0.9, 0.99, UNKNOWNS)
+    c = torch.zeros(SAMPLES, UNKNOWNS, requires_grad=True)
+    options = {"batch_dims": 1, "adjoint": adjoint, "rtol": 1e-5, "on_fail": "ignore"}
+    x, _ = scrimp.fixed_point(lambda x: slopes * x + c, torch.ones(SAMPLES, UNKNOWNS), **options)
+    with live_bytes() as memory:
+        x.sum().backward()
+    assert states * STATE <= memory.peak < (states + 0.1) * STATE
+
+
+def test_auto_lets_go_of_one_method_before_it_takes_the_next():
+    """Where Anderson's steps are stuck their history is gone before Broyden's takes twice as much."""
+    x = torch.zeros(SAMPLES, UNKNOWNS)
+    stepper = AutoStepper(FIXED_POINT.equation(torch.cos, layout_of(x, 1)), x, 8)
+    with live_bytes() as memory:
+        stepper._accelerate(1.0)
+        assert memory.now >= 2 * 8 * STATE
+        stepper._escalate()
+    assert memory.peak < (4 * 8 + 0.1) * STATE
 
 
 def unrolled_peak(steps: int) -> int:

@@ -152,5 +152,7 @@ def test_wrong_shapes_are_named():
         scrimp.fixed_point(lambda x: torch.zeros(3), torch.zeros(2))
     with pytest.raises(TypeError, match="built like the state"):
         scrimp.fixed_point(lambda x: (x, x), torch.zeros(2))
+    with pytest.raises(TypeError, match="built like the state"):
+        scrimp.fixed_point(lambda x: x[0], (torch.zeros(2),))
     with pytest.raises(TypeError, match="floating-point"):
         scrimp.fixed_point(lambda x: x, torch.zeros(2, dtype=torch.long))

@@ -7,7 +7,7 @@ import torch
 
 import scrimp
 from scrimp.adjoints import Reversible, Unroll
-from scrimp.errors import AdjointError
+from scrimp.errors import AdjointError, ConvergenceError, GradientWarning
 from scrimp.solvers import Picard
 
 DOUBLE = torch.float64
@@ -54,6 +54,68 @@ def test_checkpoints_do_not_change_the_bits(tensors):
     with_them, _ = gradients(tensors, adjoint=Unroll(), solver=Picard())
     without, _ = gradients(tensors, adjoint=Unroll(checkpoint=False), solver=Picard())
     assert all(torch.equal(a, b) for a, b in zip(with_them, without, strict=True))
+
+
+@pytest.mark.parametrize("adjoint", [Unroll(), Unroll(checkpoint=False), Reversible(0.3)])
+@pytest.mark.parametrize("nearness", [0.0, 1e-7])
+def test_a_start_near_the_solution_warns(tensors, adjoint, nearness):
+    """Few or no steps carry only a part of the derivative, which backward says."""
+    W, p = tensors
+    with torch.no_grad():
+        solution, _ = scrimp.fixed_point(f, torch.zeros(3, 4, dtype=DOUBLE), W, p, batch_dims=1)
+    options = {"solver": Picard()} if isinstance(adjoint, Unroll) else {}
+    x, _ = scrimp.fixed_point(f, solution + nearness, W, p, batch_dims=1, adjoint=adjoint, rtol=1e-6, **options)
+    with pytest.warns(GradientWarning, match="steps carry a derivative"):
+        x.sum().backward()
+
+
+@pytest.mark.parametrize("adjoint", [Unroll(), Reversible(0.2)])
+def test_what_steps_did_not_carry_is_measured(adjoint):
+    """For a linear map the residual that is reported is the power of its slope that was taken."""
+    slope, c = 0.2, torch.ones(1, 1, dtype=DOUBLE, requires_grad=True)
+    options = {"solver": Picard()} if isinstance(adjoint, Unroll) else {}
+    x, info = scrimp.fixed_point(
+        lambda x, c: slope * x + c, torch.zeros(1, 1, dtype=DOUBLE), c, batch_dims=1, adjoint=adjoint, rtol=1e-4,
+        **options,
+    )  # fmt: skip
+    x.sum().backward()
+    # The series' sum is 1 / (1 − slope), less what is left.
+    assert info.backward.vjps == int(info.steps)
+    torch.testing.assert_close((1 - info.backward.residual) / (1 - slope), c.grad[0], rtol=1e-12, atol=0)
+    assert bool(info.backward.solved)
+
+
+def test_a_slow_direction_that_the_start_lacks_warns():
+    """A derivative along a slow direction needs more steps than a start without a share in it does."""
+    slopes = torch.tensor([0.1, 0.99], dtype=DOUBLE)
+    c = torch.tensor([1.0, 0.0], dtype=DOUBLE, requires_grad=True)
+    x, info = scrimp.fixed_point(
+        lambda x: slopes * x + c, torch.zeros(2, dtype=DOUBLE), solver=Picard(), adjoint=Unroll()
+    )
+    assert info.all_converged
+    with pytest.warns(GradientWarning, match="steps carry a derivative"):
+        x.sum().backward()
+
+
+def test_steps_that_fall_short_can_raise():
+    """With on_fail="raise" a derivative that is cut short is an error."""
+    c = torch.ones(2, dtype=DOUBLE, requires_grad=True)
+    options = {"solver": Picard(), "adjoint": Unroll(), "on_fail": "raise"}
+    x, _ = scrimp.fixed_point(lambda x: 0.5 * x + c, torch.full((2,), 2.0, dtype=DOUBLE), **options)
+    with pytest.raises(ConvergenceError, match="steps carry"):
+        x.sum().backward()
+
+
+def test_second_derivatives_of_unrolled_steps(tensors):
+    """A backward through a backward is right, and silent, whether or not it comes in at the last step."""
+    W, p = tensors
+    x, _ = scrimp.fixed_point(f, torch.zeros(3, 4, dtype=DOUBLE), W, p, batch_dims=1, solver=Picard(), adjoint=Unroll())
+    (first,) = torch.autograd.grad(x.square().sum(), p, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), W)
+    y, _ = scrimp.fixed_point(f, torch.zeros(3, 4, dtype=DOUBLE), W, p, batch_dims=1, order=2)
+    (first,) = torch.autograd.grad(y.square().sum(), p, create_graph=True)
+    (expected,) = torch.autograd.grad(first.sum(), W)
+    torch.testing.assert_close(second, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_unrolling_needs_plain_steps(tensors):

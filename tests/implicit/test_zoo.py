@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import scrimp
-from scrimp.adjoints import Implicit, JacobianFree, Phantom
+from scrimp.adjoints import Implicit, JacobianFree, Phantom, Reversible, Unroll
 from scrimp.errors import ConvergenceWarning, GradientWarning
 from scrimp.solvers import GMRES, Anderson, Neumann, Picard
 
@@ -271,6 +271,30 @@ def test_residual_that_is_zero_by_rounding_is_not_believed():
         x.backward()
 
 
+def test_estimated_errors_are_warned_about_from_a_multiple_of_the_tolerance_on():
+    """A tolerance of 1e-6 is silent where it stands for an error of 1e-5, and said where for one of 1e-3."""
+
+    def solve(slope):
+        c = torch.ones((), dtype=DOUBLE)
+        return scrimp.fixed_point(
+            lambda x: slope * x + c, torch.zeros_like(c), solver=Picard(), rtol=1e-6, max_steps=20_000
+        )[1]
+
+    assert solve(0.9).all_converged
+    with pytest.warns(ConvergenceWarning, match="nearly singular"):
+        info = solve(0.999)
+    assert info.all_converged
+    assert 3e-4 < float(info.state_error) < 3e-3
+
+
+def test_solution_whose_residual_rounds_to_zero_is_not_believed():
+    """What rounding may hide where the solution is a million times as far as the first residual is said, in forward."""
+    slope = torch.tensor(1 - 2**-20)
+    with pytest.warns(ConvergenceWarning, match="nearly singular"):
+        _, info = scrimp.fixed_point(lambda x: slope * x + 1, torch.zeros(()))
+    assert float(info.residual) == 0
+
+
 def test_physical_units():
     """A state of size 1e-12 is solved to relative precision."""
     c = torch.tensor([3e-12, 5e-12], dtype=DOUBLE, requires_grad=True)
@@ -349,6 +373,30 @@ def test_random_function_warns():
     """A function that is not deterministic does not pass for solved."""
     with pytest.warns(ConvergenceWarning):
         scrimp.fixed_point(lambda x: 0.5 * x + torch.randn_like(x), torch.ones(50), max_steps=10)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"adjoint": Unroll(), "solver": Picard()}, {"adjoint": Reversible(0.3), "rtol": 1e-3}]
+)
+def test_function_that_draws_warns_even_where_it_converges(options):
+    """Dropout that by chance drops nothing lets a small state converge, and is warned about all the same."""
+    one = torch.ones((), dtype=DOUBLE)
+    with pytest.warns(ConvergenceWarning, match="draws random numbers"):
+        _, info = scrimp.fixed_point(lambda x: 1 + 0.1 * nn.functional.dropout(x, 1e-9), one, **options)
+    assert info.all_converged
+
+
+def test_warning_about_draws_points_at_the_caller():
+    """The warning about random numbers names the file that asked for the solution."""
+    with pytest.warns(ConvergenceWarning, match="draws random numbers") as caught:
+        scrimp.fixed_point(lambda x: 1 + 0.1 * nn.functional.dropout(x, 1e-9), torch.ones(()))
+    assert caught[0].filename == __file__
+
+
+def test_drawing_outside_the_function_is_silent():
+    """A mask drawn before, and a progress callback that draws, are no reason to warn."""
+    mask = torch.rand(4) < 0.5
+    scrimp.fixed_point(lambda x: 0.5 * x * mask + 1, torch.ones(4), progress=lambda step, norms: torch.rand(1))
 
 
 def test_impossible_tolerance_is_named():

@@ -11,9 +11,9 @@ from .tolerance import euclidean
 class AndersonHistory:
     """The last steps of an iteration, and the combination of them that makes the residual least.
 
-    Differences of successive residuals and of successive images lie in two ring buffers that are
-    allocated once.
-    Their Gram matrix is updated by one row a step, so a step reads each buffer once.
+    Differences of successive residuals and of successive images lie in two ring buffers that are allocated once. The
+    Gram matrix of the former, scaled to length one, is updated by one row a step. So remembering a step reads one
+    buffer once, and combining the steps reads each once.
     """
 
     def __init__(self, like: Tensor, depth: int) -> None:
@@ -23,27 +23,22 @@ class AndersonHistory:
         # Slots that were not filled yet are never read.
         self._residuals = like.new_empty(samples, depth, columns)
         self._images = like.new_empty(samples, depth, columns)
-        # The newest difference and the residual itself, which meet the buffer in one pass.
-        self._pair = like.new_empty(samples, 2, columns)
         self._gram = like.new_zeros(samples, depth, depth, dtype=torch.float64)
-        self._against = like.new_zeros(samples, 1, depth, dtype=torch.float64)
+        # What scales a difference to length one; 0 where it takes no part, being zero or not finite.
+        self._inverses = like.new_zeros(samples, 1, depth, dtype=torch.float64)
         self._last: tuple[Tensor, Tensor] | None = None
-        # Relative to the columns scaled to length one: rounding puts noise of about eps into their products.
-        self._ridge = 4 * torch.finfo(like.dtype).eps
+        # Rounding puts noise of about eps into products of columns of length one.
+        self._diagonal = 1 + 4 * torch.finfo(like.dtype).eps
 
     def grow(self, depth: int) -> None:
         """Remember more from now on."""
         if depth <= self._depth:
             return
-        used = min(self._pushed, self._depth)
-        old = self._residuals, self._images, self._gram
-        samples, _, columns = self._residuals.shape
-        self._residuals = old[0].new_empty(samples, depth, columns)
-        self._images = old[1].new_empty(samples, depth, columns)
-        self._gram = old[2].new_zeros(samples, depth, depth)
-        self._residuals[:, :used], self._images[:, :used] = old[0][:, :used], old[1][:, :used]
-        self._gram[:, :used, :used] = old[2][:, :used, :used]
-        self._against = torch.nn.functional.pad(self._against, (0, depth - self._depth))
+        used, missing = min(self._pushed, self._depth), depth - self._depth
+        self._residuals = _wider(self._residuals, depth, used)
+        self._images = _wider(self._images, depth, used)
+        self._gram = torch.nn.functional.pad(self._gram, (0, missing, 0, missing))
+        self._inverses = torch.nn.functional.pad(self._inverses, (0, missing))
         self._depth, self._pushed = depth, used
 
     def note(self, x: Tensor, r: Tensor) -> None:
@@ -51,9 +46,8 @@ class AndersonHistory:
         if self._last is not None:
             slot = self._pushed % self._depth
             self._pushed += 1
-            residual = torch.sub(r, self._last[1], out=self._pair[:, 0])
-            self._pair[:, 1], self._residuals[:, slot] = r, residual
-            torch.sub(x, self._last[0], out=self._images[:, slot]).add_(residual)
+            difference = torch.sub(r, self._last[1], out=self._residuals[:, slot])
+            torch.sub(x, self._last[0], out=self._images[:, slot]).add_(difference)
             self._meet(slot)
         self._last = (x, r)
 
@@ -62,48 +56,57 @@ class AndersonHistory:
         used = min(self._pushed, self._depth)
         if not used:
             return x + damping * r
-        weights = self._weights(used).to(r.dtype)
-        # In place, for the memory of a new tensor costs as much as the arithmetic.
-        combined = torch.bmm(weights, self._images[:, :used]).squeeze(1).neg_().add_(x).add_(r)
+        weights = self._weights(r, used).to(r.dtype)
+        combined = torch.baddbmm(x.unsqueeze(1), weights, self._images[:, :used], alpha=-1).squeeze(1).add_(r)
         if isinstance(damping, float) and damping == 1.0:
             return combined
-        return combined - (1 - damping) * (r - torch.bmm(weights, self._residuals[:, :used]).squeeze(1))
+        return combined - (1 - damping) * self._left(r, weights)
 
     def promise(self, r: Tensor) -> Tensor:
         """The share of the residual noted last that the best combination would leave, by the linear model."""
-        used = min(self._pushed, self._depth)
-        along = torch.bmm(self._weights(used).to(r.dtype), self._residuals[:, :used]).squeeze(1)
-        return euclidean(r - along) / euclidean(r)
+        weights = self._weights(r, min(self._pushed, self._depth)).to(r.dtype)
+        return euclidean(self._left(r, weights)) / euclidean(r)
 
     def forget(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Drop the past of the samples of a mask, which go on from ``x``."""
-        for buffer in (self._residuals, self._images, self._gram, self._against):
+        for buffer in (self._residuals, self._images, self._gram, self._inverses):
             buffer.masked_fill_(samples.view(-1, 1, 1), 0)
+        self._gram.diagonal(dim1=1, dim2=2).masked_fill_(samples.unsqueeze(1), self._diagonal)
         if self._last is not None:
             rows = samples.unsqueeze(1)
             self._last = (torch.where(rows, x, self._last[0]), torch.where(rows, r, self._last[1]))
 
-    def _meet(self, slot: int) -> None:
-        """Update the Gram matrix by the newest difference, and the products with the residual."""
-        used = min(self._pushed, self._depth)
-        both = torch.bmm(self._pair, self._residuals[:, :used].mT)
-        self._gram[:, slot, :used] = both[:, 0]
-        self._gram[:, :used, slot] = both[:, 0]
-        self._against[:, :, :used] = both[:, 1:]
+    def _left(self, r: Tensor, weights: Tensor) -> Tensor:
+        """What a combination leaves of the residual."""
+        differences = self._residuals[:, : weights.shape[2]]
+        return torch.baddbmm(r.unsqueeze(1), weights, differences, alpha=-1).squeeze(1)
 
-    def _weights(self, used: int) -> Tensor:
+    def _meet(self, slot: int) -> None:
+        """Update the Gram matrix by the newest difference."""
+        used = min(self._pushed, self._depth)
+        differences, inverses = self._residuals[:, :used], self._inverses[:, 0, :used]
+        row = torch.bmm(differences[:, slot : slot + 1], differences.mT).squeeze(1).double()
+        length = row[:, slot].sqrt()
+        inverses[:, slot] = length.reciprocal_().nan_to_num_(0.0, 0.0, 0.0)
+        row.mul_(inverses).mul_(inverses[:, slot : slot + 1]).nan_to_num_(0.0, 0.0, 0.0)
+        self._gram[:, slot, :used] = row
+        self._gram[:, :used, slot] = row
+        self._gram[:, slot, slot] = self._diagonal
+
+    def _weights(self, r: Tensor, used: int) -> Tensor:
         """Least-squares weights of the differences, per sample, on columns scaled to length one."""
-        gram = self._gram[:, :used, :used]
-        lengths = gram.diagonal(dim1=1, dim2=2).sqrt().unsqueeze(1)
-        # A column of zeros (a frozen or reset sample) or of overflow takes no part.
-        usable = (lengths > 0) & lengths.isfinite()
-        inverse = torch.where(usable, 1 / lengths, 0)
-        scaled = torch.where(usable & usable.mT, gram * inverse * inverse.mT, 0)
-        scaled.diagonal(dim1=1, dim2=2).fill_(1 + self._ridge)
-        against = torch.where(usable, self._against[:, :, :used] * inverse, 0)
-        solution, _ = torch.linalg.solve_ex(scaled, against.mT)
-        weights: Tensor = solution.mT * inverse
+        inverses = self._inverses[:, :, :used]
+        against = products(r, self._residuals[:, :used]).double().mul_(inverses).nan_to_num_(0.0, 0.0, 0.0)
+        solution, _ = torch.linalg.solve_ex(self._gram[:, :used, :used], against.mT)
+        weights: Tensor = solution.mT * inverses
         return weights
+
+
+def _wider(buffer: Tensor, depth: int, used: int) -> Tensor:
+    samples, _, columns = buffer.shape
+    wider = buffer.new_empty(samples, depth, columns)
+    wider[:, :used] = buffer[:, :used]
+    return wider
 
 
 def products(vector: Tensor, rows: Tensor) -> Tensor:

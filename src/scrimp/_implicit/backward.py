@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .adjoints import Implicit, JacobianFree, Phantom
+from .adjoints import Implicit, JacobianFree, Phantom, Reversible, Unroll
 from .equation import Equation, Linearisation, no_autocast
-from .gmres import LinearSolution
+from .gmres import LinearSolution, relative_norm
 from .report import EXPECTED, WORST, OnFail, report_gradient
-from .results import BackwardInfo, WarmStart
+from .results import BackwardInfo, Info, WarmStart
+from .state import Layout
 from .tolerance import START_SHARE, euclidean, power_of_two
 
 # A linear solver that stops this near its goal was stopped by rounding.
@@ -94,6 +95,24 @@ class AdjointSolve:
             gradient_error=shaped(error),
             arnoldi=found.hessenberg if self.equation.is_fixed_point else None,
         )
+
+
+def judge_steps(
+    length: Tensor, left: Tensor, steps: int, info: Info, adjoint: Unroll | Reversible, layout: Layout, on_fail: OnFail
+) -> None:
+    """Note and report what steps did not carry of a gradient: as a series, they solve the adjoint equation in part."""
+    with torch.no_grad(), no_autocast(length.device):
+        relative = relative_norm(left, length)
+        # After k steps what is left is the k-th power of what one more would shrink it by.
+        rate = relative.double() ** (1 / steps) if steps else torch.ones_like(relative).double()
+        error = torch.where(rate < 1, relative / (1 - rate), torch.inf)
+        error = torch.where(relative == 0, 0.0, error)
+        sound = length.isfinite()
+        shaped = layout.per_sample
+        solved = shaped(sound & (error <= info.expected_error.flatten()))
+        judged = BackwardInfo(solved, steps, 0, shaped(relative), shaped(error))
+    info.backward_log.append(judged)
+    report_gradient(judged, sound, adjoint, layout, on_fail)
 
 
 def relative_error(equation: Equation, x: Tensor, residual: Tensor, start_scale: Tensor) -> Tensor:

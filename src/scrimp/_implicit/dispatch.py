@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import AdjointError
 from .adjoints import Implicit, JacobianFree, Phantom, Reversible, Unroll
+from .backward import judge_steps
 from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution
 from .problem import Function, Kind, Params, computing_eps, explicit
@@ -19,7 +22,7 @@ from .solvers import Picard, Solver
 from .state import Layout, Tree, layout_of
 from .tolerance import Tolerance, euclidean
 from .transforms import Call, Leaves, is_transformed, refuse_hidden, solve_transformed
-from .unrolled import LeafMap, reversible, unroll
+from .unrolled import Carried, LeafMap, reversible, unroll
 
 
 def run(
@@ -136,9 +139,12 @@ def _run_unrolled(
         raise AdjointError(f"only plain steps can be unrolled: need solver=Picard(), have {solver}")
     layout = equation.layout
     found = find(equation, x0, solver, tolerance, settings)
-    steps = int(found.steps.max()) if found.steps.numel() else 0
-    x = unroll(equation, layout.flat(x0, "x0").detach(), solver.damping, steps, with_checkpoints)
-    return _reported(equation, x, found, tolerance, settings)
+    # A start that is solved already has a derivative all the same, or at least a part of it.
+    steps = max(1, int(found.steps.max())) if found.steps.numel() else 0
+    watch = _Watch(layout, settings)
+    start = layout.flat(x0, "x0").detach()
+    x = unroll(equation, start, solver.damping, steps, with_checkpoints, watch.after(steps))
+    return _reported(equation, x, found, tolerance, settings, watch)
 
 
 def _run_reversible(
@@ -157,16 +163,38 @@ def _run_reversible(
                 "Reversible() must be told what f depends on: f closes over tensors that require grad; "
                 "give them as args or params, or use adjoint=Implicit()"
             )
-    x, found = reversible(equation, of_leaves, tuple(leaves.tensors), start, coupling, tolerance, settings)
-    return _reported(equation, x, found, tolerance, settings)
+    watch = _Watch(equation.layout, settings)
+    tensors = tuple(leaves.tensors)
+    x, found = reversible(equation, of_leaves, tensors, start, coupling, tolerance, settings, watch.after)
+    return _reported(equation, x, found, tolerance, settings, watch)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Judges each backward through steps, once the record of the solve is there to note it in."""
+
+    layout: Layout
+    settings: Settings
+    info: Info | None = None
+
+    def after(self, steps: int) -> Carried:
+        """What to call with the gradient's length and what so many steps left of it."""
+
+        def judge(length: Tensor, left: Tensor) -> None:
+            adjoint = self.settings.adjoint
+            assert self.info is not None
+            assert isinstance(adjoint, Unroll | Reversible)
+            judge_steps(length, left, steps, self.info, adjoint, self.layout, self.settings.on_fail)
+
+        return judge
 
 
 def _reported(
-    equation: Equation, x: Tensor, found: Solution, tolerance: Tolerance, settings: Settings
+    equation: Equation, x: Tensor, found: Solution, tolerance: Tolerance, settings: Settings, watch: _Watch
 ) -> tuple[Tree, Info]:
     """A solution that carries its own graph, re-checked."""
     with no_autocast(x.device):
         residual = equation.evaluate(x.detach())
-    info = record(equation, found, x.detach(), residual, tolerance)
+    info = watch.info = record(equation, found, x.detach(), residual, tolerance)
     report_solution(info, equation.layout, settings.on_fail, settings.max_steps)
     return equation.layout.tree(x), info

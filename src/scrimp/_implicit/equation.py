@@ -147,12 +147,21 @@ class Boundary(torch.autograd.Function):
 
 
 def ambient_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A factory of contexts that bring back the autocast state of now, for one device type."""
+    """A factory of contexts that bring back the autocast state of now, for one device type.
+
+    Entering ``torch.autocast`` costs as much as a small evaluation, so it is spared where there is none to change.
+    """
     kind = device.type
     if not torch.amp.is_autocast_available(kind):  # a device of descriptions, say
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+    def context() -> AbstractContextManager[object]:
+        if not enabled and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+    return context
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -127,6 +127,7 @@ class _Cycle:
         self._null = length.new_ones(length.shape[0], size + 1)
         self._squares = torch.ones_like(length)
         self._open = length > 0
+        self._all_open = bool(self._open.all())
         self._capacity = size
 
     @property
@@ -143,7 +144,7 @@ class _Cycle:
 
         Where it is ``probing`` it may stop early and give the number of plain terms that will do as well.
         """
-        while self.size < self._capacity and bool((self._open & (self.left() > goal)).any()):
+        while self.size < self._capacity and self._unsolved(goal):
             self._take(self.krylov.extend(apply(self.krylov.last())))
             if probing and self.size == PROBE and (terms := self._plain_terms(goal)):
                 return terms
@@ -154,6 +155,10 @@ class _Cycle:
         k = self.size
         scale = self.krylov.first_length / self._squares
         return self.krylov.combine(self._null[:, : k + 1] * scale.unsqueeze(1))
+
+    def _unsolved(self, goal: Tensor) -> bool:
+        above = self.left() > goal
+        return bool((above if self._all_open else above & self._open).any())
 
     def _plain_terms(self, goal: Tensor) -> int:
         """How many terms of the series Σ (1 − A)ⁱ solve the rest, where that is likely to be cheaper; else 0.
@@ -218,12 +223,17 @@ class _Cycle:
         """Extend the null vector; where the space has ended, the column is made to change nothing."""
         k = self.size - 1
         length = column[:, k + 1]
-        # A space that ends holds the solution: the residual falls to rounding.
-        floor = torch.finfo(self.krylov.blocks[0].dtype).eps * torch.linalg.vector_norm(column, dim=1)
-        ends = self._open & (length == 0)
-        length = torch.where(ends, floor, length)
-        entry = torch.where(self._open, -(self._null[:, : k + 1] * column[:, : k + 1]).sum(1) / length, 0.0)
-        self.krylov.matrix[:, k + 1, k] = torch.where(self._open, length, 1.0)
-        self._null[:, k + 1] = entry
-        self._squares = self._squares + entry.square()
-        self._open = self._open & ~ends & (length > 0)
+        along = (self._null[:, : k + 1] * column[:, : k + 1]).sum(1)
+        if self._all_open and not self.krylov.ended:
+            entry = torch.div(along, length, out=self._null[:, k + 1]).neg_()
+        else:
+            # A space that ends holds the solution: the residual falls to rounding.
+            floor = torch.finfo(self.krylov.blocks[0].dtype).eps * torch.linalg.vector_norm(column, dim=1)
+            ends = self._open & (length == 0)
+            sound = torch.where(ends, floor, length)
+            entry = torch.where(self._open, -along / sound, 0.0)
+            self.krylov.matrix[:, k + 1, k] = torch.where(self._open, sound, 1.0)
+            self._null[:, k + 1] = entry
+            self._open = self._open & ~ends & (sound > 0)
+            self._all_open = bool(self._open.all())
+        self._squares.addcmul_(entry, entry)

@@ -82,14 +82,16 @@ def iterate(
     history = [norm]
     for step in range(max_steps + 1):
         bound = tolerance.bound(scale_of(equation, x, r, start, tolerance), start)
-        lost = ~(norm <= RETREAT_AT * best.norm) & best.norm.isfinite()
-        best.note(x, r, norm)
+        # One look at one number tells whether there is anything to do for single samples.
+        growth = float((norm / best.norm).amax()) if norm.numel() else 0.0
+        lost = None if growth <= RETREAT_AT else ~(norm <= RETREAT_AT * best.norm) & best.norm.isfinite()
+        best.note(x, r, norm, growth)
         if progress is not None:
             progress(step, equation.layout.per_sample(norm))
         still = _still_to_solve(norm, bound, best, stepper)
         if step == max_steps or not bool(still.any()):
             break
-        if bool(lost.any()):
+        if lost is not None and bool(lost.any()):
             back = lost.unsqueeze(1)
             x, r, norm = (
                 torch.where(back, best.x, x),
@@ -131,28 +133,35 @@ def scale_of(equation: Equation, x: Tensor, r: Tensor, start: Tensor, tolerance:
 
 
 def _still_to_solve(norm: Tensor, bound: Tensor, best: _Best, stepper: Stepper) -> Tensor:
-    still = ~(norm <= stepper.aim(bound)) & best.norm.isfinite()
+    still = ~(norm <= stepper.aim(bound))
+    if not best.finite:
+        still &= best.norm.isfinite()
     hopeless = stepper.given_up()
     return still if hopeless is None else still & ~hopeless
 
 
 @dataclass(slots=True)
 class _Best:
-    """Every sample's state of least residual; ``owned`` says whether its tensors may be written to."""
+    """Every sample's state of least residual.
+
+    ``owned`` says whether its tensors may be written to, ``finite`` that every sample had a finite residual.
+    """
 
     x: Tensor
     r: Tensor
     norm: Tensor
     owned: bool = False
+    finite: bool = False
 
-    def note(self, x: Tensor, r: Tensor, norm: Tensor) -> None:
-        better = norm < self.norm
-        if bool(better.all()):
+    def note(self, x: Tensor, r: Tensor, norm: Tensor, growth: float) -> None:
+        """Take in states of which the worst has ``growth`` times its least residual; NaN where that is unknown."""
+        if growth <= 1:
             self.x, self.r, self.norm = x, r, norm
             self.owned = False
-        elif bool(better.any()):
+        elif bool((better := norm < self.norm).any()):
             rows = better.unsqueeze(1)
             into = (self.x, self.r) if self.owned else (torch.empty_like(x), torch.empty_like(r))
             self.x, self.r = torch.where(rows, x, self.x, out=into[0]), torch.where(rows, r, self.r, out=into[1])
             self.owned = True
             self.norm = torch.where(better, norm, self.norm)
+        self.finite = self.finite or bool(self.norm.isfinite().all())

@@ -18,6 +18,8 @@ KEEN = 0.45
 SHARE, WIDE = 0.5, 256
 # How many differences Anderson's method remembers on slow problems: more where a sample has fewer unknowns than that.
 DEEP, DEEP_WIDE = 24, 15
+# Where a sample has many unknowns only every so many of Anderson's steps are combined.
+EVERY = 3
 # Over how many steps the pace is measured.
 SPAN = 8
 

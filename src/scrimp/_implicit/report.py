@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..errors import ConvergenceError, ConvergenceWarning, GradientWarning
-from .adjoints import Adjoint, Implicit
+from .adjoints import Adjoint, Implicit, Reversible, Unroll
 from .results import BackwardInfo, Info
 from .state import Layout
 
@@ -67,6 +67,16 @@ def report_curvature(is_minimum: Tensor, layout: Layout, on_fail: OnFail) -> Non
     _say(message, ConvergenceWarning, on_fail)
 
 
+def report_random(on_fail: OnFail) -> None:
+    """Say that f drew random numbers."""
+    message = (
+        "f draws random numbers, so that it is another function at each evaluation: need one function, "
+        "the result and its gradient may belong to none; draw before, outside f, or switch dropout off"
+    )
+    if on_fail != "ignore":
+        _say(message, ConvergenceWarning, on_fail, deeper=1)
+
+
 def report_gradient(info: BackwardInfo, sound: Tensor, adjoint: Adjoint, layout: Layout, on_fail: OnFail) -> None:
     """Say it if an adjoint equation was not solved, or not well, or its right-hand side was not ``sound``."""
     failed = ~info.solved.flatten()
@@ -83,13 +93,19 @@ def report_gradient(info: BackwardInfo, sound: Tensor, adjoint: Adjoint, layout:
             return
     worst = int(info.gradient_error.flatten().nan_to_num(float("inf")).argmax())
     residual, error = float(info.residual.flatten()[worst]), float(info.gradient_error.flatten()[worst])
-    exact = isinstance(adjoint, Implicit)
-    advice = (
-        "the problem may be near singular: tighten rtol, use double precision, "
-        "give Implicit(GMRES()) more products, or Implicit(Dense()) for few unknowns"
-        if exact
-        else "the approximation needs a contraction: use adjoint=Implicit()"
-    )
+    match adjoint:
+        case Implicit():
+            advice = (
+                "the problem may be near singular: tighten rtol, use double precision, "
+                "give Implicit(GMRES()) more products, or Implicit(Dense()) for few unknowns"
+            )
+        case Unroll() | Reversible():
+            advice = (
+                "steps carry a derivative no further than they shrink the distance that they began with: "
+                "start further away, tighten rtol, or use adjoint=Implicit()"
+            )
+        case _:
+            advice = "the approximation needs a contraction: use adjoint=Implicit()"
     coupled = "" if not layout.batch_shape else "; if samples depend on each other, pass batch_dims=0"
     message = (
         f"the gradient of {_which(failed, layout)} may be wrong: the adjoint equation has a relative "

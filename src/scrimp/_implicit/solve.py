@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from .adjoints import Implicit, JacobianFree, Phantom
 from .attach import attach
 from .backward import AdjointSolve, adjoint_rtol, relative_error
 from .curvature import is_minimum
+from .draws import drawing_reported
 from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, iterate, scale_of, start_scale
 from .problem import computing_eps
@@ -29,7 +31,10 @@ def find(equation: Equation, x0: Tree, solver: Solver, tolerance: Tolerance, set
         if settings.warm is not None:
             start = settings.warm.start(start)
         stepper = solver.stepper(equation, start)
-        return iterate(equation, start, stepper, tolerance, settings.max_steps, settings.progress)
+        # What a progress callback draws is its own affair.
+        silent = settings.progress is not None
+        with nullcontext() if silent else drawing_reported(equation.layout.device, settings.on_fail):
+            return iterate(equation, start, stepper, tolerance, settings.max_steps, settings.progress)
 
 
 def given(equation: Equation, x: Tensor, tolerance: Tolerance) -> Solution:

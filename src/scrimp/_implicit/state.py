@@ -39,6 +39,11 @@ class Layout:
     device: torch.device
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the state is one tensor of the dtype that solvers work in."""
+        return self.structure.is_leaf() and self.leaves[0].dtype == self.dtype
+
+    @property
     def samples(self) -> int:
         """Number of rows."""
         return self.batch_shape.numel()
@@ -55,6 +60,8 @@ class Layout:
 
     def flat(self, tree: Tree, what: str = "f's result") -> Tensor:
         """The matrix of a state; raises if ``tree`` is not built like the state."""
+        if isinstance(tree, Tensor) and self._is_own(tree):
+            return tree.reshape(self.samples, self.leaves[0].columns)
         tensors, structure = pytree.tree_flatten(tree)
         if structure != self.structure:
             raise TypeError(
@@ -81,9 +88,16 @@ class Layout:
 
     def tree(self, flat: Tensor) -> Tree:
         """The state of a matrix, with the user's structure, shapes and dtypes."""
+        if self.is_plain:
+            return flat.reshape(self.leaves[0].shape)
         parts = torch.split(flat, [leaf.columns for leaf in self.leaves], dim=1)
         tensors = [_shaped(part, leaf) for part, leaf in zip(parts, self.leaves, strict=True)]
         return pytree.tree_unflatten(tensors, self.structure)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a state of which nothing but the shape need change."""
+        alike = tensor.dtype == self.dtype and tensor.shape == self.leaves[0].shape and tensor.device == self.device
+        return self.is_plain and alike
 
     def per_sample(self, values: Tensor) -> Tensor:
         """One number a row, shaped like the batch."""

@@ -11,7 +11,7 @@ from .anderson import AndersonHistory, products
 from .equation import Equation
 from .iterate import Stepper
 from .newton import NewtonStepper
-from .pace import KEEN, REMEMBERED, SHARE, SPAN, WIDE, steps_missing
+from .pace import EVERY, KEEN, REMEMBERED, SHARE, SPAN, WIDE, steps_missing
 from .tolerance import euclidean
 
 # Where plain steps shrink the residual by this factor or better, remembering does not pay.
@@ -35,6 +35,10 @@ class Damping:
     def __init__(self, initial: float) -> None:
         self.factor: float | Tensor = initial
 
+    def along(self, x: Tensor, r: Tensor) -> Tensor:
+        """The state x + factor · r."""
+        return x + r if isinstance(self.factor, float) and self.factor == 1.0 else x + self.factor * r
+
     def retreat(self, samples: Tensor, like: Tensor) -> None:
         """Halve the factor of the samples of a mask."""
         factor = like.new_ones(like.shape[0], 1) * self.factor
@@ -57,7 +61,7 @@ class PicardStepper:
 
     def polish(self, x: Tensor, r: Tensor) -> Tensor:
         """One step more."""
-        return x + self._damping.factor * r
+        return self._damping.along(x, r)
 
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Damp more."""
@@ -69,15 +73,29 @@ class PicardStepper:
 
 
 class AndersonStepper:
-    """Anderson acceleration with a history of ``depth`` differences."""
+    """Anderson acceleration with a history of ``depth`` differences.
 
-    def __init__(self, like: Tensor, depth: int, damping: float) -> None:
+    Only every so many steps are combined, those between are plain. They are remembered all the same: as long as they
+    contract, what is combined in the end spans the same space, and hardly more steps are needed.
+    """
+
+    def __init__(self, like: Tensor, depth: int, damping: float, every: int = 1) -> None:
         self.history = AndersonHistory(like, depth)
         self._damping = Damping(damping)
+        self._every, self._taken = every, 0
+        self._before: Tensor | None = None
 
     def step(self, x: Tensor, r: Tensor, norm: Tensor, bound: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Combine the last steps."""
-        return self.polish(x, r), None
+        """Combine the last steps, or leave that to the next one."""
+        if self._before is not None and bool((norm > self._before).any()):
+            self._every = 1
+        self._before = None
+        self._taken += 1
+        if (self._taken - 1) % self._every == 0:
+            return self.polish(x, r), None
+        self._before = norm
+        self.history.note(x, r)
+        return self._damping.along(x, r), None
 
     def aim(self, bound: Tensor) -> Tensor:
         """The bound."""
@@ -90,6 +108,7 @@ class AndersonStepper:
 
     def retreat(self, samples: Tensor, x: Tensor, r: Tensor) -> None:
         """Begin again from x, damped more."""
+        self._every = 1
         self._damping.retreat(samples, x)
         self.history.forget(samples, x, r)
 
@@ -222,8 +241,9 @@ class AutoStepper:
         if len(self._norms) < 3:
             return 0.0
         before, now = self._norms[0], self._norms[2]
-        ratios = torch.where((now > bound) & now.isfinite() & before.isfinite(), now / before, 0)
-        return math.sqrt(float(ratios.amax()))
+        ratios = torch.where(now > bound, now / before, 0)
+        slowest = float(ratios.amax())
+        return math.sqrt(slowest if math.isfinite(slowest) else float(ratios.nan_to_num(0.0, 0.0, 0.0).amax()))
 
     def _plain_will_do(self, r: Tensor, norm: Tensor, bound: Tensor) -> bool:
         """Whether plain steps are likely to be cheaper than accelerated ones."""
@@ -244,7 +264,9 @@ class AutoStepper:
         return True
 
     def _accelerate(self, rate: float) -> None:
-        anderson = AndersonStepper(self._like, min(self._depth, BRIEF) if rate < SLOW else self._depth, 1.0)
+        depth = min(self._depth, BRIEF) if rate < SLOW else self._depth
+        every = EVERY if self._like.shape[1] >= WIDE else 1
+        anderson = AndersonStepper(self._like, depth, 1.0, every)
         for x, r in self._recent[:-1]:
             anderson.history.note(x, r)
         self._recent = []
@@ -252,6 +274,8 @@ class AutoStepper:
 
     def _escalate(self) -> None:
         self._stage += 1
+        # What the old method holds goes before the new one holds as much.
+        self._current = PicardStepper(1.0)
         if self._stage < LAST_STAGE:
             self._current = BroydenStepper(self._like, 2 * self._depth)
         else:

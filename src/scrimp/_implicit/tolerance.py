@@ -17,9 +17,12 @@ START_SHARE = 1e-6
 def euclidean(rows: Tensor) -> Tensor:
     """The length of every row, also where squares would overflow or vanish."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    if not rows.numel():
+        return lengths
     limits = torch.finfo(rows.dtype)
     small, large = (limits.tiny / limits.eps) ** 0.5, limits.max**0.5
-    if rows.shape[1] and bool(((lengths < small) | (lengths > large)).any()):
+    least, most = torch.aminmax(lengths)
+    if not (float(least) >= small and float(most) <= large):
         sizes = power_of_two(rows)
         lengths = torch.linalg.vector_norm(rows / sizes, dim=1) * sizes.squeeze(1)
     return lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import AdjointError
-from .equation import Equation, no_autocast
+from .draws import drawing_reported
+from .equation import Equation, Linearisation, no_autocast
 from .iterate import Solution, scale_of, start_scale
 from .settings import Settings
-from .tolerance import Tolerance
+from .tolerance import Tolerance, euclidean
+
+Carried = Callable[[Tensor, Tensor], None]
+"""Hears how long a gradient was for each sample, and what the first step would pass on: what steps did not carry."""
 
 LeafMap = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 """f on flat states, with the tensors it depends on."""
@@ -22,16 +27,45 @@ LeafMap = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 LARGEST_LOSS = 1e-3
 
 
-def unroll(equation: Equation, start: Tensor, damping: float, steps: int, with_checkpoints: bool) -> Tensor:
+def unroll(
+    equation: Equation, start: Tensor, damping: float, steps: int, with_checkpoints: bool, carried: Carried
+) -> Tensor:
     """The state after so many plain steps, with the graph of all, each recomputed in backward or not."""
 
     def step(x: Tensor) -> Tensor:
         return x + damping * equation.residual(x)
 
-    x = start
-    for _ in range(steps):
+    x, remainder = start, _Remainder(equation, start, damping, carried)
+    for index in range(steps):
         x = checkpoint(step, x, use_reentrant=False) if with_checkpoints else step(x)
+        if x.requires_grad:
+            x.register_hook(remainder.last if index == 0 else remainder.next)
     return x
+
+
+@dataclass(slots=True)
+class _Remainder:
+    """Watches a backward: the largest gradient that a step was given, and what the first step would pass on."""
+
+    equation: Equation
+    start: Tensor
+    damping: float
+    carried: Carried
+    largest: Tensor | None = None
+
+    def next(self, gradient: Tensor) -> None:
+        """Hear of the gradient of a step."""
+        length = euclidean(gradient.detach())
+        self.largest = length if self.largest is None else torch.maximum(self.largest, length)
+
+    def last(self, gradient: Tensor) -> None:
+        """Hear of the gradient of the first step, which backward comes to last."""
+        self.next(gradient)
+        largest, self.largest = self.largest, None
+        assert largest is not None
+        with torch.no_grad(), no_autocast(gradient.device):
+            pulled = Linearisation(self.equation, self.start).transposed(gradient.detach())
+            self.carried(largest, gradient.detach() - self.damping * pulled)
 
 
 def allowed_steps(coupling: float, dtype: torch.dtype) -> int:
@@ -50,12 +84,14 @@ def reversible(
     coupling: float,
     tolerance: Tolerance,
     settings: Settings,
+    carried: Callable[[int], Carried],
 ) -> tuple[Tensor, Solution]:
     """Run the coupled iteration y ← (1−β)y + βf(z), z ← (1−β)z + βf(y) until f(z) is near z."""
     with torch.no_grad(), no_autocast(start.device):
         limit = allowed_steps(coupling, start.dtype)
-        steps, y, solution = _run(equation, start, coupling, tolerance, settings, limit)
-    last = _Reversible.apply(map_with, y, solution.x, coupling, steps, *leaves)  # type: ignore[no-untyped-call]
+        with drawing_reported(start.device, settings.on_fail):
+            steps, y, solution = _run(equation, start, coupling, tolerance, settings, limit)
+    last = _Reversible.apply(map_with, carried(steps), y, solution.x, coupling, steps, *leaves)  # type: ignore[no-untyped-call]
     return last, solution
 
 
@@ -94,9 +130,11 @@ class _Reversible(torch.autograd.Function):
     """The coupled iteration as one node, which holds its last two states and what f depends on."""
 
     @staticmethod
-    def forward(ctx: Any, f: LeafMap, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, f: LeafMap, carried: Carried, y: Tensor, z: Tensor, beta: float, steps: int, *leaves: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(y, z, *leaves)
-        ctx.f, ctx.beta, ctx.steps = f, beta, steps
+        ctx.f, ctx.carried, ctx.beta, ctx.steps = f, carried, beta, steps
         return z.clone()
 
     @staticmethod
@@ -128,4 +166,6 @@ class _Reversible(torch.autograd.Function):
             image, back = pull(z, beta * y_bar)
             y = (y - beta * image) / (1 - beta)
             z_bar, y_bar = z_bar + back, (1 - beta) * y_bar
-        return None, None, None, None, None, *totals
+        # Both halves began at the same state.
+        ctx.carried(euclidean(gradients[0]), y_bar + z_bar)
+        return None, None, None, None, None, None, *totals
