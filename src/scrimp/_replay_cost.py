@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._index import Index
 
 __all__ = ["ReplayCost", "needed_ops", "replay_cost"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayCost:
+class ReplayCost(NamedTuple):
     """A replay, as the timeline sees it.
 
     Attributes:

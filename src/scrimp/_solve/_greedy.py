@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from .._plan import Decision, Drop, Keep
+from .._plan import Drop, Keep
 from ._liveness import Liveness
 
 __all__ = ["reduce", "restore"]
@@ -88,6 +88,9 @@ def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]], eff
         before = {value: state.decision(value) for value in group if not state.is_kept(value)}
         if not before:
             continue
+        if any(state.level_before_replay(value) + state.facts.size[value] > budget for value in before):
+            state.effort += 1
+            continue
         seconds = state.seconds
         state.decide_all(dict.fromkeys(before, Keep()))
         if state.seconds < seconds - _LEAST_SECONDS and state.peak <= budget:
@@ -95,8 +98,3 @@ def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]], eff
         else:
             state.decide_all(before)
     return found
-
-
-def changes_between(old: Mapping[int, Decision], state: Liveness) -> dict[int, Decision]:
-    """The decisions that lead the state back to ``old``."""
-    return {value: decision for value, decision in old.items() if state.decision(value) != decision}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Final, final
+from itertools import chain
+from typing import Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ __all__ = ["Liveness"]
 _COUNTS_ONCE = 8  # ops of a replay that count as one more replay in the effort
 
 
-@dataclass(frozen=True, slots=True)
-class _Replay:
+class _Replay(NamedTuple):
     """A replay in the plan: what it looked at, what it computed that has open handles, its cost."""
 
     looked_at: frozenset[int]
@@ -88,6 +87,14 @@ class Liveness:
         """The half-open ranges of moments over which a dropped value is there after a replay."""
         return [(after + 1, until + 1) for after, until in self._spans.get(value, ())]
 
+    def level_before_replay(self, value: int) -> int:
+        """Most bytes from the moment at which a dropped value goes to the first replay that sees that it is not there.
+
+        Kept, the value stands on top of that: up to there nothing else changes, as a rule.
+        """
+        first = min(chain(self.facts.unpacks[value], self._watchers.get(value, ())), default=self.facts.moments)
+        return int(self.levels[self.facts.natural_end[value] + 1 : first].max(initial=0))
+
     def decide_all(self, decisions: Mapping[int, Decision]) -> None:
         """Change many decisions, re-evaluating each replay once."""
         moments: set[int] = set()
@@ -95,6 +102,15 @@ class Liveness:
             if decision != self.decision(value):
                 moments |= self._change(value, decision)
         self._settle(moments)
+
+    def passes(self) -> dict[int, int]:
+        """The plan as it stands, for :meth:`return_to`: the passes of the values that are dropped."""
+        return dict(self._passes)
+
+    def return_to(self, passes: Mapping[int, int]) -> None:
+        """Make the plan again what it was."""
+        changed = sorted({value for value, _ in passes.items() ^ self._passes.items()})
+        self.decide_all({value: Drop(passes[value]) if value in passes else Keep() for value in changed})
 
     def decide(self, value: int, decision: Decision) -> None:
         """Change one decision."""

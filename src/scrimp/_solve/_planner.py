@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Final, final
 
 import numpy as np
@@ -62,6 +63,7 @@ class Planner:
         self._cuts = Cuts(self.facts)
         owner = self.facts.owner
         self._values = sorted(self._cuts.values.tolist(), key=lambda value: owner[value])
+        self._units = [tuple(unit) for _, unit in groupby(self._values, key=lambda value: owner[value])]
         few = len(self._values) <= _SMALL  # with many, a replay takes longer, and blends find most of what there is
         self._effort = min(_EFFORT if few else _EFFORT // 2, _EFFORT_EACH * len(self._values))
         self._groups = sorted(self._cuts.groups(), key=lambda group: owner[group[0]])
@@ -86,11 +88,11 @@ class Planner:
         # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
         # the end: each is searched a little, the best of them longer.
         for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
-            improve(state, budget, self._values, self._effort, enough, seed)
+            improve(state, budget, self._units, self._effort, enough, seed)
             if state.seconds <= enough:
                 return self._judged(state)
         best = min(found, key=lambda state: state.seconds)
-        improve(best, budget, self._values, _SEARCHED * self._effort, enough, seed=_SEARCHED)
+        improve(best, budget, self._units, _SEARCHED * self._effort, enough, seed=_SEARCHED)
         return self._judged(best)
 
     def smallest(self) -> Solution:
