@@ -35,6 +35,9 @@ class _Replay(NamedTuple):
     cost: ReplayCost
 
 
+_NONE = _Replay(frozenset(), frozenset(), ReplayCost(0.0, 0, 0))
+
+
 @final
 class Liveness:
     """The state of a plan of keeps and drops.
@@ -55,8 +58,9 @@ class Liveness:
         self._passes: dict[int, int] = {}
         self._fixed = fixed_values(facts, {})
         self._ends = list(facts.last_release)
+        self._saved_outputs = [[value for value in made if facts.saved_at[value] >= 0] for made in facts.outputs]
         self._computed_at: dict[int, list[int]] = {}
-        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._spans: list[list[tuple[int, int]]] = [[] for _ in facts.trace.values]
         self._replays: dict[int, _Replay] = {}
         self._watchers: dict[int, set[int]] = {}
         self.decide_all(decisions)
@@ -85,7 +89,7 @@ class Liveness:
 
     def retained(self, value: int) -> list[tuple[int, int]]:
         """The half-open ranges of moments over which a dropped value is there after a replay."""
-        return [(after + 1, until + 1) for after, until in self._spans.get(value, ())]
+        return [(after + 1, until + 1) for after, until in self._spans[value]]
 
     def level_before_replay(self, value: int) -> int:
         """Most bytes from the moment at which a dropped value goes to the first replay that sees that it is not there.
@@ -195,69 +199,58 @@ class Liveness:
     def _evaluate(self, moment: int) -> set[int]:
         """Make the replay at ``moment`` anew; returns the moments whose replays may change because of it."""
         self.effort += 1
-        old = self._replays.get(moment)
-        new = self._replay(moment)
+        old, new = self._replays.get(moment, _NONE), self._replay(moment)
         if old == new:
             return set()
-        if old is not None:
-            self._forget(moment, old)
-        if new is not None:
-            self._remember(moment, new)
+        self._replays[moment] = new
+        self.seconds += new.cost.seconds - old.cost.seconds
+        self.levels[moment] += new.cost.peak - old.cost.peak
+        for value in old.looked_at - new.looked_at:
+            self._watchers[value].discard(moment)
+        for value in new.looked_at - old.looked_at:
+            self._watchers.setdefault(value, set()).add(moment)
+        for value in old.computed - new.computed:
+            self._computed_at[value].remove(moment)
+        for value in new.computed - old.computed:
+            insort(self._computed_at.setdefault(value, []), moment)
         touched: set[int] = set()
-        before = old.computed if old is not None else frozenset()
-        after = new.computed if new is not None else frozenset()
-        for value in before | after:
+        for value in old.computed ^ new.computed:
             touched |= self._respan(value)
         return touched
 
-    def _forget(self, moment: int, replay: _Replay) -> None:
-        del self._replays[moment]
-        self.seconds -= replay.cost.seconds
-        self.levels[moment] -= replay.cost.peak
-        for value in replay.looked_at:
-            self._watchers[value].discard(moment)
-        for value in replay.computed:
-            self._computed_at[value].remove(moment)
-
-    def _remember(self, moment: int, replay: _Replay) -> None:
-        self._replays[moment] = replay
-        self.seconds += replay.cost.seconds
-        self.levels[moment] += replay.cost.peak
-        for value in replay.looked_at:
-            self._watchers.setdefault(value, set()).add(moment)
-        for value in replay.computed:
-            insort(self._computed_at.setdefault(value, []), moment)
-
-    def _replay(self, moment: int) -> _Replay | None:
+    def _replay(self, moment: int) -> _Replay:
         facts = self.facts
         event = facts.trace.events[moment - len(facts.trace.ops)]
         assert isinstance(event, Unpack)
         target = event.value
         if self._is_present(target, moment):
-            return None
-        ops, starts = needed_ops(facts, target, lambda value: self._is_present(value, moment))
+            return _NONE
+        is_present, last_release, computed_at = self._is_present, facts.last_release, self._computed_at
+        ops, starts = needed_ops(facts, target, lambda value: is_present(value, moment))
         self.effort += len(ops) // _COUNTS_ONCE
         looked_at, computed, remaining = set(starts), set(), set()
         for op in ops:
-            for value in facts.outputs[op]:
-                if facts.saved_at[value] < 0:
-                    continue
+            for value in self._saved_outputs[op]:
                 looked_at.add(value)
-                if facts.last_release[value] <= moment or self._is_present(value, moment):
+                if last_release[value] <= moment or is_present(value, moment):
                     continue
                 computed.add(value)
-                passed = bisect_left(self._computed_at.get(value, ()), moment)
-                if passed >= self._passes[value] or value == target:
+                if value == target or bisect_left(computed_at.get(value, ()), moment) >= self._passes[value]:
                     remaining.add(value)
         cost = replay_cost(facts, ops, starts, remaining)
         return _Replay(frozenset(looked_at), frozenset(computed), cost)
 
     def _is_present(self, value: int, moment: int) -> bool:
-        return self._fixed[value] or any(after < moment <= until for after, until in self._spans.get(value, ()))
+        if self._fixed[value]:
+            return True
+        for after, until in self._spans[value]:
+            if after < moment <= until:
+                return True
+        return False
 
     def _respan(self, value: int) -> set[int]:
         """Derive when a dropped value is there from when it is computed; returns what may see a change."""
-        old, new = self._spans.get(value, []), self._retained_spans(value)
+        old, new = self._spans[value], self._retained_spans(value)
         if old == new:
             return set()
         size = self.facts.size[value]
