@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ._index import Index, index
 from ._plan import Decision, Drop, Plan, Store
 from ._replay_cost import needed_ops, replay_cost
-from ._trace import Release, Run, Trace, Unpack
+from ._trace import Run, Trace, Unpack
 from .errors import PlanError
 
 __all__ = ["Span", "Timeline", "check_decisions", "hold_ends", "simulate", "simulate_index", "starts_unsaved"]

@@ -243,10 +243,8 @@ class Liveness:
     def _is_present(self, value: int, moment: int) -> bool:
         if self._fixed[value]:
             return True
-        for after, until in self._spans[value]:
-            if after < moment <= until:
-                return True
-        return False
+        spans = self._spans[value]
+        return bool(spans) and any(after < moment <= until for after, until in spans)
 
     def _respan(self, value: int) -> set[int]:
         """Derive when a dropped value is there from when it is computed; returns what may see a change."""

@@ -85,6 +85,4 @@ def _turned(state: Liveness, window: list[Unit], random: Random) -> dict[int, De
     """What a few ops made the other way, mostly from dropped to kept: dropping is what the repair does."""
     changed = random.sample(window, random.randint(1, min(4, len(window))))
     keep_only = random.random() < 0.5
-    return {
-        value: Keep() if keep_only or not state.is_kept(unit[0]) else Drop() for unit in changed for value in unit
-    }
+    return {value: Keep() if keep_only or not state.is_kept(unit[0]) else Drop() for unit in changed for value in unit}
