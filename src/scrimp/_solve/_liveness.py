@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ class _Replay(NamedTuple):
     looked_at: frozenset[int]
     computed: frozenset[int]
     cost: ReplayCost
+
+
+class Mark(NamedTuple):
+    """A state to go back to: how many changes had been made, and what they led to."""
+
+    changes: int
+    levels: NDArray[np.int64]
+    seconds: float
 
 
 _NONE = _Replay(frozenset(), frozenset(), ReplayCost(0.0, 0, 0))
@@ -63,6 +71,7 @@ class Liveness:
         self._spans: list[list[tuple[int, int]]] = [[] for _ in facts.trace.values]
         self._replays: dict[int, _Replay] = {}
         self._watchers: dict[int, set[int]] = {}
+        self._journal: list[tuple[str, int, Any]] = []  # what changed, where, and what was there before
         self.decide_all(decisions)
 
     @property
@@ -107,14 +116,32 @@ class Liveness:
                 moments |= self._change(value, decision)
         self._settle(moments)
 
-    def passes(self) -> dict[int, int]:
-        """The plan as it stands, for :meth:`return_to`: the passes of the values that are dropped."""
-        return dict(self._passes)
+    def mark(self) -> Mark:
+        """The state as it is, for :meth:`back_to`."""
+        return Mark(len(self._journal), self.levels.copy(), self.seconds)
 
-    def return_to(self, passes: Mapping[int, int]) -> None:
-        """Make the plan again what it was."""
-        changed = sorted({value for value, _ in passes.items() ^ self._passes.items()})
-        self.decide_all({value: Drop(passes[value]) if value in passes else Keep() for value in changed})
+    def back_to(self, mark: Mark) -> None:
+        """Undo every change since the mark was made; no replay is evaluated for that."""
+        while len(self._journal) > mark.changes:
+            match self._journal.pop():
+                case "passes", value, None:
+                    del self._passes[value]
+                    self._fixed[value] = True
+                case "passes", value, before:
+                    self._passes[value] = before
+                    self._fixed[value] = False
+                case "end", value, before:
+                    self._ends[value] = before
+                case "spans", value, before:
+                    self._spans[value] = before
+                case "replay", moment, before:
+                    self._install(moment, before)
+        self.levels[:] = mark.levels
+        self.seconds = mark.seconds
+
+    def forget_changes(self) -> None:
+        """Let go of what :meth:`back_to` needs; marks made before are no longer of use."""
+        self._journal.clear()
 
     def decide(self, value: int, decision: Decision) -> None:
         """Change one decision."""
@@ -125,6 +152,7 @@ class Liveness:
         """Change a decision and what follows at once; returns the moments whose replays may change."""
         moments = set(self.facts.unpacks[value]) | self._watchers.get(value, set())
         was_kept = value not in self._passes
+        self._journal.append(("passes", value, self._passes.get(value)))
         if isinstance(decision, Drop):
             self._passes[value] = decision.passes
         else:
@@ -163,6 +191,7 @@ class Liveness:
                 held = self._fixed[read]
                 if held:
                     self._add_held(read, -1)
+                self._journal.append(("end", read, self._ends[read]))
                 self._ends[read] = end
                 if held:
                     self._add_held(read, 1)
@@ -202,9 +231,18 @@ class Liveness:
         old, new = self._replays.get(moment, _NONE), self._replay(moment)
         if old == new:
             return set()
-        self._replays[moment] = new
+        self._journal.append(("replay", moment, old))
         self.seconds += new.cost.seconds - old.cost.seconds
         self.levels[moment] += new.cost.peak - old.cost.peak
+        touched: set[int] = set()
+        for value in self._install(moment, new):
+            touched |= self._respan(value)
+        return touched
+
+    def _install(self, moment: int, new: _Replay) -> frozenset[int]:
+        """Have another replay at ``moment``; returns the values that only one of it and the old computes."""
+        old = self._replays.get(moment, _NONE)
+        self._replays[moment] = new
         for value in old.looked_at - new.looked_at:
             self._watchers[value].discard(moment)
         for value in new.looked_at - old.looked_at:
@@ -213,10 +251,7 @@ class Liveness:
             self._computed_at[value].remove(moment)
         for value in new.computed - old.computed:
             insort(self._computed_at.setdefault(value, []), moment)
-        touched: set[int] = set()
-        for value in old.computed ^ new.computed:
-            touched |= self._respan(value)
-        return touched
+        return old.computed ^ new.computed
 
     def _replay(self, moment: int) -> _Replay:
         facts = self.facts
@@ -256,6 +291,7 @@ class Liveness:
             self.levels[after + 1 : until + 1] -= size
         for after, until in new:
             self.levels[after + 1 : until + 1] += size
+        self._journal.append(("spans", value, old))
         self._spans[value] = new
         return self._watchers.get(value, set()) | set(self.facts.unpacks[value])
 

@@ -35,12 +35,13 @@ def improve(state: Liveness, budget: int, units: list[Unit], effort: int, enough
     end = state.effort + effort
     while units and state.effort < end and state.seconds > enough:
         state.effort += 1  # a move that evaluates nothing must not run for ever
-        passes, seconds = state.passes(), state.seconds
+        state.forget_changes()
+        mark = state.mark()
         first = random.randrange(len(units))
         move = _swap if random.random() < _SWAPS else _disturb
         fits = move(state, budget, units, first, random, end)
-        if not fits or state.seconds > seconds:
-            state.return_to(passes)
+        if not fits or state.seconds > mark.seconds:
+            state.back_to(mark)
 
 
 def _swap(state: Liveness, budget: int, units: list[Unit], first: int, random: Random, end: int) -> bool:
