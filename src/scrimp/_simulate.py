@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._index import Index, index
-from ._plan import Decision, Drop, Plan, Store
+from ._plan import Decision, Drop, Keep, Plan, Store
 from ._replay_cost import needed_ops, replay_cost
 from ._trace import Run, Trace, Unpack
 from .errors import PlanError
@@ -102,6 +102,8 @@ def check_decisions(facts: Index, decisions: Mapping[int, Decision]) -> None:
     """Raise ``PlanError`` unless every decision can be carried out."""
     trace, decided = facts.trace, set(facts.decided)
     for value, decision in decisions.items():
+        if value in facts.holdable and isinstance(decision, Keep):
+            continue
         if value not in decided:
             raise PlanError(f"value {value} is not saved, or was there before the step: a plan leaves it out.")
         match decision:
@@ -130,11 +132,13 @@ def fixed_values(facts: Index, decisions: Mapping[int, Decision]) -> list[bool]:
     fixed = [owner < 0 or not facts.replayable[owner] for owner in facts.owner]
     for value in facts.decided:
         fixed[value] = not isinstance(decisions.get(value), Drop)
+    for value in facts.holdable & decisions.keys():
+        fixed[value] = isinstance(decisions[value], Keep)
     return fixed
 
 
 def starts_unsaved(facts: Index, decisions: Mapping[int, Decision]) -> set[int]:
-    """The values that autograd does not save but a replay starts from, since nothing can bring them back."""
+    """The values that autograd does not save but a replay starts from: kept by the plan, or not replayable."""
     fixed = fixed_values(facts, decisions)
     ends = hold_ends(facts, fixed)
     return {

@@ -18,7 +18,9 @@ from .programs import random_trace, randoms
 def changes_of(random: Random, facts: Index) -> dict[int, Decision]:
     """New decisions for a few values."""
     chosen = random.sample(sorted(facts.droppable), random.randint(1, min(3, len(facts.droppable))))
-    return {value: random.choice([Keep(), Drop(), Drop(), Drop(1), Drop(2)]) for value in chosen}
+    held = random.sample(sorted(facts.holdable), min(1, len(facts.holdable)))
+    decisions: dict[int, Decision] = {value: random.choice([Keep(), Drop()]) for value in held}
+    return decisions | {value: random.choice([Keep(), Drop(), Drop(), Drop(1), Drop(2)]) for value in chosen}
 
 
 @settings(max_examples=300, deadline=None)

@@ -63,10 +63,12 @@ class Liveness:
         self.levels: NDArray[np.int64] = plain.levels.copy()
         self.seconds = plain.seconds
         self.effort = 0
-        self._passes: dict[int, int] = {}
+        self._passes: dict[int, int] = dict.fromkeys(facts.holdable, 0)
         self._fixed = fixed_values(facts, {})
         self._ends = list(facts.last_release)
-        self._saved_outputs = [[value for value in made if facts.saved_at[value] >= 0] for made in facts.outputs]
+        self._decided_outputs = [
+            [value for value in made if facts.saved_at[value] >= 0 or value in facts.holdable] for made in facts.outputs
+        ]
         self._computed_at: dict[int, list[int]] = {}
         self._spans: list[list[tuple[int, int]]] = [[] for _ in facts.trace.values]
         self._replays: dict[int, _Replay] = {}
@@ -76,8 +78,13 @@ class Liveness:
 
     @property
     def decisions(self) -> dict[int, Decision]:
-        """The plan as it stands, for every decided value."""
-        return {value: Drop(self._passes[value]) if value in self._passes else Keep() for value in self.facts.decided}
+        """The plan as it stands, for every decided value, and what it keeps besides."""
+        return {value: self.decision(value) for value in (*self.facts.decided, *self.held)}
+
+    @property
+    def held(self) -> list[int]:
+        """The values that the plan keeps although nobody saves them."""
+        return sorted(self.facts.holdable - self._passes.keys())
 
     @property
     def peak(self) -> int:
@@ -99,6 +106,10 @@ class Liveness:
     def retained(self, value: int) -> list[tuple[int, int]]:
         """The half-open ranges of moments over which a dropped value is there after a replay."""
         return [(after + 1, until + 1) for after, until in self._spans[value]]
+
+    def needed_until(self, value: int) -> int:
+        """The last release that needs a value: its own, or that of a dropped value replayed from it."""
+        return self._ends[value]
 
     def level_before_replay(self, value: int) -> int:
         """Most bytes from the moment at which a dropped value goes to the first replay that sees that it is not there.
@@ -265,7 +276,7 @@ class Liveness:
         self.effort += len(ops) // _COUNTS_ONCE
         looked_at, computed, remaining = set(starts), set(), set()
         for op in ops:
-            for value in self._saved_outputs[op]:
+            for value in self._decided_outputs[op]:
                 looked_at.add(value)
                 if last_release[value] <= moment or is_present(value, moment):
                     continue

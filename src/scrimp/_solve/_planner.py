@@ -62,7 +62,8 @@ class Planner:
         self.plain: Final = simulate_index(self.facts, {})
         self._cuts = Cuts(self.facts)
         owner = self.facts.owner
-        self._values = sorted(self._cuts.values.tolist(), key=lambda value: owner[value])
+        saved = self._cuts.values[~self._cuts.is_held].tolist()
+        self._values = sorted(saved, key=lambda value: owner[value])
         self._units = [tuple(unit) for _, unit in groupby(self._values, key=lambda value: owner[value])]
         few = len(self._values) <= _SMALL  # with many, a replay takes longer, and blends find most of what there is
         self._effort = min(_EFFORT if few else _EFFORT // 2, _EFFORT_EACH * len(self._values))
@@ -85,14 +86,15 @@ class Planner:
         found = sorted(self._repaired(budget, bound, enough), key=lambda state: state.seconds)
         if not found:
             return None
+        units = sorted([*self._units, *((value,) for value in {held for state in found for held in state.held})])
         # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
         # the end: each is searched a little, the best of them longer.
         for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
-            improve(state, budget, self._units, self._effort, enough, seed)
+            improve(state, budget, units, self._effort, enough, seed)
             if state.seconds <= enough:
                 return self._judged(state)
         best = min(found, key=lambda state: state.seconds)
-        improve(best, budget, self._units, _SEARCHED * self._effort, enough, seed=_SEARCHED)
+        improve(best, budget, units, _SEARCHED * self._effort, enough, seed=_SEARCHED)
         return self._judged(best)
 
     def smallest(self) -> Solution:
@@ -198,7 +200,9 @@ class Planner:
     def _drop_sets(self, bound: Bound) -> list[Mapping[int, Decision]]:
         seen: dict[bytes, Mapping[int, Decision]] = {}
         for mask in bound.drop_sets:
-            seen[mask.tobytes()] = {int(value): Drop() for value in self._cuts.values[mask]}
+            decisions: dict[int, Decision] = {int(value): Drop() for value in self._cuts.values[mask]}
+            decisions |= {int(value): Keep() for value in self._cuts.values[self._cuts.is_held & ~mask]}
+            seen[mask.tobytes()] = decisions
         return list(seen.values())
 
     def _start(self, decisions: Mapping[int, Decision]) -> _Start:
@@ -206,7 +210,7 @@ class Planner:
 
     def _repair(self, decisions: Mapping[int, Decision], budget: int, enough: float) -> Liveness | None:
         state = Liveness(self.facts, decisions)
-        if not reduce(state, budget, self._values):
+        if not reduce(state, budget, [*self._values, *state.held]):
             return None
         end = state.effort + self._effort
         while state.seconds > enough and state.effort < end:
