@@ -21,7 +21,7 @@ from ._cut import Cuts
 from ._greedy import reduce, restore
 from ._liveness import Liveness
 from ._rotor import Rotor
-from ._search import improve
+from ._search import Unit, improve, press
 
 __all__ = ["CLOSE", "Planner", "Solution"]
 
@@ -34,7 +34,8 @@ _MENU_BUDGETS = (0.8, 0.6, 0.4, 0.2)  # of the plain peak: whose cuts make the o
 _EFFORT = 8000  # what a repair, and a search after it, may evaluate
 _EFFORT_EACH = 200  # but no more than this for each value: few values are soon exhausted
 _SEARCHED = 4  # repaired starts that are searched from
-_SMALLEST_WITHIN = 100  # the smallest peak is searched to a percent
+_ABOUT = 50  # the smallest peak is looked for to two percent,
+_SMALLEST_WITHIN = 200  # and from there in steps of half a percent
 _SMALL = 300  # values up to which starting from everything kept, and long searches, are worth their time
 
 
@@ -64,7 +65,7 @@ class Planner:
         owner = self.facts.owner
         saved = self._cuts.values[~self._cuts.is_held].tolist()
         self._values = sorted(saved, key=lambda value: owner[value])
-        self._units = [tuple(unit) for _, unit in groupby(self._values, key=lambda value: owner[value])]
+        self._units: list[Unit] = [tuple(unit) for _, unit in groupby(self._values, key=lambda value: owner[value])]
         few = len(self._values) <= _SMALL  # with many, a replay takes longer, and blends find most of what there is
         self._effort = min(_EFFORT if few else _EFFORT // 2, _EFFORT_EACH * len(self._values))
         self._groups = sorted(self._cuts.groups(), key=lambda group: owner[group[0]])
@@ -86,7 +87,7 @@ class Planner:
         found = sorted(self._repaired(budget, bound, enough), key=lambda state: state.seconds)
         if not found:
             return None
-        units = sorted([*self._units, *((value,) for value in {held for state in found for held in state.held})])
+        units = self._units_of(found)
         # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
         # the end: each is searched a little, the best of them longer.
         for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
@@ -101,7 +102,7 @@ class Planner:
         """The plan with the smallest peak found."""
         best = self._keep_all()
         too_small = lower_bound_of_peak(self._cuts, self.plain) - 1
-        while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
+        while too_small + max(best.peak // _ABOUT, 1) < best.peak:
             budget = (too_small + best.peak) // 2
             bound = lower_bound(self._cuts, self.plain, budget)
             state = next(self._repaired(budget, bound, enough=np.inf), None)
@@ -109,7 +110,20 @@ class Planner:
                 too_small = budget
             else:
                 best = self._judged(state)
-        return best
+        state = Liveness(self.facts, best.decisions)
+        press(state, self._units, self._effort, _SMALLEST_WITHIN)
+        return self.polished(self._judged(state), state.peak)
+
+    def polished(self, solution: Solution, budget: int) -> Solution:
+        """A plan within the budget, made faster where the budget has room for it."""
+        state = Liveness(self.facts, solution.decisions)
+        restore(state, budget, [*self._groups, *self._singles], self._effort)
+        improve(state, budget, self._units_of([state]), self._effort, enough=0.0)
+        return self._judged(state)
+
+    def _units_of(self, states: list[Liveness]) -> list[Unit]:
+        """What a search moves: the droppable values of each op, and what a plan holds besides."""
+        return sorted([*self._units, *((value,) for value in {held for state in states for held in state.held})])
 
     def _keep_all(self) -> Solution:
         return Solution({value: Keep() for value in self.facts.decided}, self.plain.peak, self.plain.seconds)

@@ -8,7 +8,7 @@ from .._plan import Decision, Drop, Keep
 from ._greedy import reduce, restore
 from ._liveness import Liveness
 
-__all__ = ["improve"]
+__all__ = ["improve", "press"]
 
 _WINDOW = 12  # ops with saved results in one neighbourhood
 _SAMPLED = 24  # how many ops elsewhere a repair considers
@@ -41,6 +41,24 @@ def improve(state: Liveness, budget: int, units: list[Unit], effort: int, enough
         move = _swap if random.random() < _SWAPS else _disturb
         fits = move(state, budget, units, first, random, end)
         if not fits or state.seconds > mark.seconds:
+            state.back_to(mark)
+
+
+def press(state: Liveness, units: list[Unit], effort: int, share: int) -> None:
+    """Make the peak of a plan smaller, in place, by an at least so-manieth ``share`` of it at a time."""
+    random = Random(0)
+    end = state.effort + effort
+    values = [*_values(units), *state.held]
+    kick = False
+    while units and state.effort < end:
+        state.effort += 1
+        state.forget_changes()
+        mark, peak = state.mark(), state.peak
+        if kick:
+            first = random.randrange(len(units))
+            state.decide_all(_turned(state, units[first : first + _WINDOW], random))
+        kick = not reduce(state, peak - max(peak // share, 1), values)
+        if kick:
             state.back_to(mark)
 
 
