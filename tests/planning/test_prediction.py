@@ -93,7 +93,7 @@ def test_plain_peak_is_the_measured_one(name: str) -> None:
 @pytest.mark.parametrize("name", [one for one in MODEL if "deq" not in getattr(one, "values", ())])
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
 def test_random_plans_have_their_predicted_peak(name: str, share: float) -> None:
-    """Values dropped at random, for one use or for good, unsaved ones kept: the peak is as predicted, gradients exact."""
+    """Values dropped at random, for one use or more, unsaved ones kept: the peak is as predicted, gradients exact."""
     found = judge(name)
     random = Random(0)
     facts = index(found.trace)
