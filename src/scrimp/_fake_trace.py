@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,7 +22,7 @@ from scrimp._roofline import META, Clock, FusedKernels, MachineMeter
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
-from scrimp._tracing import StepMode, go_backward, module_paths
+from scrimp._tracing import StepMode, dismantle, go_backward, module_paths
 from scrimp.errors import TraceError, TraceWarning
 from scrimp.policy import EveryN, KeepAll
 
@@ -119,7 +119,7 @@ def follow(
     try:
         with clock:
             module = fn if isinstance(fn, nn.Module) else None
-            _record(recorder, module, lambda: loss_of(step(*args, **kwargs)), kernels())
+            dismantle(_record(recorder, module, lambda: loss_of(step(*args, **kwargs)), kernels()))
     finally:
         recorder.close()
     trace = recorder.draft.finished(meter, _resident(parts, machine))
@@ -128,7 +128,7 @@ def follow(
 
 def _record(
     recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor], kernels: TorchFunctionMode
-) -> None:
+) -> list[Node]:
     hooks, mode = StepHooks(recorder, recorder.limiter), StepMode(recorder)
     with mode:
         mode.inside = True
@@ -136,7 +136,7 @@ def _record(
             loss = step()
         mode.inside = False
         recorder.draft.spans.append((0, len(recorder.draft.ops)))
-        go_backward(loss, recorder)
+        return go_backward(loss, recorder)
 
 
 # -- descriptions --
