@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from scrimp._index import index
-from scrimp._plan import Drop, Keep
+from scrimp._plan import Decision, Drop, Keep
 from scrimp._simulate import simulate, simulate_index
 from scrimp._solve import frontier, plan
 from scrimp._solve._planner import Planner
@@ -23,13 +23,17 @@ from .programs import random_trace, randoms
 MODELS: list[Callable[[], Trace]] = [lambda: gpt(layers=3, vocabulary=4000), lambda: resnet(blocks=4), unet]
 
 
-def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1)) -> list[tuple[int, float]]:
-    """Peak and seconds of every plan of keeps and drops."""
+def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1), held: bool = False) -> list[tuple[int, float]]:
+    """Peak and seconds of every plan of keeps and drops; if ``held``, with all choices of unsaved values to keep."""
     facts = index(trace)
-    options = [[Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided]
+    options: dict[int, list[Decision | None]] = {
+        value: [Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided
+    }
+    options |= {value: [None, Keep()] for value in sorted(facts.holdable) if held}
     found = []
-    for choice in product(*options):
-        timeline = simulate(trace, dict(zip(facts.decided, choice, strict=True)))
+    for choice in product(*options.values()):
+        decisions = {value: one for value, one in zip(options, choice, strict=True) if one is not None}
+        timeline = simulate(trace, decisions)
         found.append((timeline.peak, timeline.seconds))
     return found
 
@@ -39,10 +43,11 @@ def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1)) -> list[tuple[int
 def test_bound_holds_for_every_plan(random: Random) -> None:
     """No plan within a budget, of all that there are, is faster than the bound for that budget."""
     trace = random_trace(random, most_ops=5)
-    if len(index(trace).droppable) > 5:
+    facts = index(trace)
+    if len(facts.droppable) + len(facts.holdable) > 6:
         return
     planner = Planner(trace)
-    plans = every_plan(trace)
+    plans = every_plan(trace, held=True)
     for budget in {peak for peak, _ in plans}:
         best = min(seconds for peak, seconds in plans if peak <= budget)
         assert planner.bound(budget) <= best * (1 + 1e-6)
