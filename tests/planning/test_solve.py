@@ -17,9 +17,10 @@ from scrimp._solve._planner import Planner
 from scrimp._trace import Trace
 from scrimp.errors import BudgetError
 
-from .models import chain, gpt, resnet, unet
+from .models import Builder, chain, gpt, resnet, unet
 from .programs import random_trace, randoms
 
+MIB = 1 << 20
 MODELS: list[Callable[[], Trace]] = [lambda: gpt(layers=3, vocabulary=4000), lambda: resnet(blocks=4), unet]
 
 
@@ -150,3 +151,21 @@ def test_a_frontier_needs_two_points() -> None:
     """Fewer are refused."""
     with pytest.raises(ValueError, match="two points"):
         frontier(chain(3), points=1)
+
+
+def test_what_nobody_saves_is_kept_where_that_takes_less() -> None:
+    """Blocks whose norms save a wider copy of their input keep the input, which autograd itself does not save."""
+    build = Builder()
+    x = build.op("start", [], [MIB])[0]
+    for _ in range(12):
+        (wide,) = build.op("widen", [x], [2 * MIB], save_made=(0,))
+        (inner,) = build.op("mm", [wide], [8 * MIB], save_made=(0,), flops=4e10)
+        x = build.op("mm", [inner], [MIB], flops=4e10)[0]
+    trace = build.trace()
+    facts = index(trace)
+    inputs: dict[int, Decision] = dict.fromkeys(facts.droppable, Drop()) | dict.fromkeys(facts.holdable, Keep())
+    by_hand = simulate(trace, inputs)
+    made = plan(trace, by_hand.peak)
+    assert facts.holdable & {value for value, decision in made.decisions.items() if decision == Keep()}
+    assert made.peak == simulate(trace, made).peak <= made.budget
+    assert made.seconds <= by_hand.seconds
