@@ -109,19 +109,9 @@ def test_plan_saves_the_plan_and_the_trace(step: str) -> None:
 
 def test_plan_may_use_stores(step: str) -> None:
     """With ``--host`` and ``--disk`` the plan is that of the function with both."""
-    made = [
-        "plan",
-        f"{step}:make",
-        "-b",
-        "1MiB",
-        "--host",
-        "1MiB",
-        "--disk",
-        str(3 << 20),
-        "--save-trace",
-        "trace.json",
-    ]
-    result = CliRunner().invoke(app, [*made, "--save", "plan.json"])
+    stores = ["--host", "1MiB", "--disk", str(3 << 20)]
+    saved = ["--save", "plan.json", "--save-trace", "trace.json"]
+    result = CliRunner().invoke(app, ["plan", f"{step}:make", "-b", "2MiB", *stores, *saved])
     assert result.exit_code == 0, result.output
     assert "stored" in result.output
     trace = scrimp.planning.Trace.load("trace.json")

@@ -29,6 +29,7 @@ CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not
 _CHAIN_PAYS = 0.01  # of the step's time: a chain's schedule is looked for when this much may be gained
 _BAND = 10  # longest split in a chain's schedule, at least
 _CELLS = 2000  # about how many subchains to solve: short chains get a wider band
+_MOST_CELLS = 10_000  # and where nothing is found
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, for schedules whose rounded bytes exceed it
 _MENU_BUDGETS = (0.8, 0.6, 0.4, 0.2)  # of the plain peak: whose cuts make the options of the blocks
 _EFFORT = 8000  # what a repair, and a search after it, may evaluate
@@ -169,13 +170,15 @@ class Planner:
         return found
 
     def _schedule(self, nbytes: int) -> Mapping[int, Decision] | None:
-        """The chain's schedule, with a wider band where a narrow one finds nothing."""
-        band = max(_BAND, _CELLS // len(self._blocks))
-        for width in (band, 2 * band):
+        """The chain's schedule, with wider and wider bands where narrow ones find nothing."""
+        count = len(self._blocks)
+        width = max(_BAND, _CELLS // count)
+        widest = max(2 * width, _MOST_CELLS // count)
+        while True:
             decisions = Rotor(self.facts, self._blocks, self._menus, nbytes, width).decisions()
-            if decisions is not None or width >= len(self._blocks):
+            if decisions is not None or width >= min(count, widest):
                 return decisions
-        return None
+            width = min(2 * width, widest)
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
