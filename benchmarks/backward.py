@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scrimp
-from branches import Claim, on_the_cpu, on_the_gpu, plain_graphs
+from branches import Claim, closing, machine, on_the_cpu, on_the_gpu, plain_graphs
 from scrimp.testing import LiveBytes, live_bytes
 
 Step = Callable[[], Tensor]
@@ -183,13 +182,6 @@ def memory(console: Console) -> list[Claim]:
     return [Claim('order="memory", worst peak over plain', "≤ 1.01", f"{worst:.3f}", worst <= 1.01)]
 
 
-def closing(console: Console, claims: list[Claim]) -> None:
-    table = Table("what", "wanted", "found", "", title="in one table")
-    for claim in claims:
-        table.add_row(claim.what, claim.wanted, claim.found, "" if claim.holds else "MISSED")
-    console.print(table)
-
-
 PARTS: dict[str, Callable[[Console], list[Claim]]] = {
     "nodes": nodes,
     "models": models,
@@ -210,8 +202,7 @@ def main() -> None:
     console = Console(width=180)
     warnings.simplefilter("ignore", scrimp.errors.StackableBranchesWarning)
     cores = len(os.sched_getaffinity(0))
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {cores} cores{gpu}")
+    console.print(machine())
     claims: list[Claim] = []
     for name in arguments.parts or [part for part in PARTS if part != "cuda" or arguments.cuda]:
         start = time.perf_counter()

@@ -1,10 +1,19 @@
-"""The part of ``backward.py`` that measures branches: threads on the CPU, streams on a GPU."""
+"""Measure branches, in threads on the CPU and on streams on a GPU: a part of ``backward.py`` that also runs alone.
+
+    python benchmarks/branches.py [--cuda]
+
+On the CPU each way runs with 1, 4, 8, ... threads inside operators, and in splits of the cores: workers × threads.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import os
+import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,13 +78,22 @@ def serially(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     return [module(x) for module in modules]
 
 
-def medians(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Run all ways in turn; the median seconds of each. Every run is warmed up by one of its own kind.
+# A row of a table takes about so long, if three rounds do.
+_SECONDS_PER_ROW = 5.0
+_FEWEST_ROUNDS = 3
 
-    Ways differ in the number of threads inside operators, and the first operator after a change starts threads.
+
+def medians(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Run all ways in turn, so often or as long as a row may take; the median seconds of each.
+
+    Ways differ in the number of threads inside operators, and the first operator after a change starts threads: every
+    run is warmed up by one of its own kind.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    start = time.perf_counter()
+    for done in range(rounds):
+        if done >= _FEWEST_ROUNDS and time.perf_counter() - start > _SECONDS_PER_ROW:
+            break
         for name, way in ways.items():
             way()
             seconds[name].append(way())
@@ -258,3 +276,34 @@ def _gpu_peak(run: Run, branches: Branches) -> int:
     torch.cuda.reset_peak_memory_stats()
     _gpu_step(run, branches)
     return torch.cuda.max_memory_allocated()
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    kind = platform.processor() or platform.machine()
+    return f"torch {torch.__version__}, {kind}, {len(os.sched_getaffinity(0))} cores{gpu}"
+
+
+def closing(console: Console, claims: list[Claim]) -> None:
+    """The table that comes last: what was asked for and what was found."""
+    table = Table("what", "wanted", "found", "", title="in one table")
+    for claim in claims:
+        table.add_row(claim.what, claim.wanted, claim.found, "" if claim.holds else "MISSED")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", action="store_true", help="measure branches on the GPU as well")
+    arguments = parser.parse_args()
+    console = Console(width=180)
+    warnings.simplefilter("ignore", scrimp.errors.StackableBranchesWarning)
+    console.print(machine())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    claims = plain_graphs(console, {}) + on_the_cpu(console)
+    closing(console, claims + (on_the_gpu(console) if arguments.cuda else []))
+
+
+if __name__ == "__main__":
+    main()

@@ -87,6 +87,7 @@ def smallest_budget(name: str, tiny: bool, device: torch.device, steps: int, res
             Run(name, tiny, device, steps, budget)
         except scrimp.BudgetError as error:
             named.append(error.smallest)
+            print(f"  refused {budget / 2**20:.0f} MiB, named {error.smallest / 2**20:.0f} MiB", flush=True)
             budget = max(error.smallest, int(budget * 1.01))
         else:
             return budget, named

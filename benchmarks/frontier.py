@@ -1,6 +1,6 @@
 """Peak against step time, in one run: scrimp at many budgets, and what users have today.
 
-    python benchmarks/frontier.py [--device cuda] [--budgets 8] [--rounds 5] [--plot frontier.png] [MODEL ...]
+    python benchmarks/frontier.py [--device cuda] [--budgets 8] [--rounds 5] [--host 32GiB] [--plot FILE] [MODEL ...]
 
 The alternatives are plain PyTorch, ``torch.utils.checkpoint`` around every block and around every second one, selective
 checkpointing that keeps matrix products and attention, ``save_on_cpu``, and blocks compiled with
@@ -8,11 +8,11 @@ checkpointing that keeps matrix products and attention, ``save_on_cpu``, and blo
 
 On a GPU the models are those of ``models.py`` in their real sizes, and time is the clock's. On the CPU they are
 :data:`MEDIUM`, large enough for their arithmetic to outweigh the cost of watching operators, and time is the
-processor's, of all threads. Rounds visit all runs in turn, so that a change of the machine's mood hits all alike; a
-time is the median of a run's ratios to the plain step of its round. The peak is of the whole step, parameters and
-inputs included: on a GPU that of the allocator, on the CPU that of the live storages. Compiled blocks allocate where
-these cannot be counted, and are measured on a GPU only. An eager alternative that no budget beats is marked, if by
-more than 1% of the step's time.
+processor's, of all threads. Rounds visit all runs in turn, and each run is compared with plain steps right before it,
+so that a change of the machine's mood hits both alike; a time is the median of a run's ratios. The peak is of the whole
+step, parameters and inputs included: on a GPU that of the allocator, on the CPU that of the live storages. Compiled
+blocks allocate where these cannot be counted, and are measured on a GPU only; once, since they compile anew each time.
+An eager alternative that no budget beats is marked, if by more than 1% of the step's time.
 """
 
 import argparse
@@ -83,6 +83,8 @@ class Run:
     peak: int = 0
     ratios: list[float] = field(default_factory=list)
     why_not: str = ""
+    once: bool = False
+    """Whether it takes too long to be visited in every round."""
 
     @property
     def over_plain(self) -> float:
@@ -129,8 +131,8 @@ def compiled(blocks: list[nn.Module], budget: float) -> Iterator[None]:
 
 
 @contextmanager
-def limited(model: nn.Module, budget: int) -> Iterator[None]:
-    session = scrimp.limit(model, budget)
+def limited(model: nn.Module, budget: int, host: str | None = None) -> Iterator[None]:
+    session = scrimp.limit(model, budget, host=host)
     try:
         yield
     finally:
@@ -140,7 +142,7 @@ def limited(model: nn.Module, budget: int) -> Iterator[None]:
 class Bench:
     """A model, its plain step, and everything else measured against it."""
 
-    def __init__(self, name: str, device: torch.device, budgets: int) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
         self.clock = time.perf_counter if device.type == "cuda" else time.process_time
         if device.type == "cuda":
@@ -156,15 +158,24 @@ class Bench:
             Run("checkpoint, every block", lambda: checkpointed(blocks)),
             Run("checkpoint, every 2nd block", lambda: checkpointed(blocks[::2])),
             Run("selective checkpoint", lambda: checkpointed(blocks, context_fn=selective)),
-            Run("save_on_cpu", nullcontext, partial(save_on_cpu, pin_memory=device.type == "cuda")),
+            Run("save_on_cpu", nullcontext, partial(save_on_cpu, pin_memory=device.type == "cuda"), once=True),
         ]
         if device.type == "cuda":
-            self.others += [Run(f"compiled, budget {part}", partial(compiled, blocks, part)) for part in COMPILED]
-        self.measure_peak(self.plain)
-        self.ours = [
-            Run(f"scrimp {budget / 2**20:.1f} MiB", partial(limited, self.model, budget))
-            for budget in self.budgets(budgets)
-        ]
+            self.others += [
+                Run(f"compiled, budget {part}", partial(compiled, blocks, part), once=True) for part in COMPILED
+            ]
+        self.visit(self.plain)
+        self.ours: list[Run] = []
+
+    def our_runs(self, budgets: int, host: str | None) -> list[Run]:
+        """Runs of scrimp within evenly spaced budgets, and within the bytes that the eager alternatives took."""
+        spaced = self.budgets(budgets)
+        theirs = [run.peak for run in self.others if run.ratios and not run.once and run.peak >= spaced[-1]]
+        stated = sorted({*spaced, *theirs}, reverse=True)
+        runs = [Run(f"scrimp {one / 2**20:.1f} MiB", partial(limited, self.model, one)) for one in stated]
+        for one in stated if host else ():
+            runs.append(Run(f"scrimp {one / 2**20:.1f} MiB, host", partial(limited, self.model, one, host)))
+        return runs
 
     def budgets(self, count: int) -> list[int]:
         """From the plain peak down to the smallest, evenly spaced by ratio."""
@@ -180,54 +191,59 @@ class Bench:
             loss: Tensor = self.model(*self.batch)
         loss.backward()
 
-    def measure_peak(self, run: Run, warm: int = WARM) -> None:
-        """Run a few steps; a way that fails is not visited again."""
+    def visit(self, run: Run) -> None:
+        """Measure a run's peak and its time, beside that of plain steps; a way that fails is not visited again."""
+        plain = self.time(self.plain)
         try:
-            with run.attached():
-                for _ in range(warm):
-                    self.model.zero_grad()
-                    gc.collect()
-                    if self.device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats(self.device)
-                        self.step(run.around)
-                        run.peak = torch.cuda.max_memory_allocated(self.device)
-                    else:
-                        with live_bytes() as count:
-                            self.step(run.around)
-                        run.peak = self.resident + count.peak
+            run.ratios.append(self.time(run) / plain)
         except (RuntimeError, scrimp.ScrimpError) as error:
             run.why_not = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
         self.model.zero_grad()
 
-    def time(self, run: Run, steps: int = 2) -> float:
-        """Seconds of the fastest of a few steps, after some to trace, plan, try the plan, or compile."""
+    def time(self, run: Run, steps: int = 4) -> float:
+        """Seconds of the fastest of a few steps, after some to trace, plan, try the plan, or compile; and the peak."""
+        found = []
         with run.attached():
-            found = []
-            for _ in range(WARM + steps):
+            for number in range(WARM + steps):
                 self.model.zero_grad()
+                gc.collect()
+                if number == WARM - 1:
+                    run.peak = self.peak_of_a_step(run)
+                    continue
                 self.wait()
                 start = self.clock()
                 self.step(run.around)
                 self.wait()
                 found.append(self.clock() - start)
         self.model.zero_grad()
-        return min(found[WARM:])
+        return min(found[-steps:])
+
+    def peak_of_a_step(self, run: Run) -> int:
+        """The most bytes in use while a step runs."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.step(run.around)
+            return torch.cuda.max_memory_allocated(self.device)
+        with live_bytes() as count:
+            self.step(run.around)
+        return self.resident + count.peak
 
     def wait(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def measure(self, rounds: int) -> None:
+    def measure(self, rounds: int, budgets: int, host: str | None) -> None:
         """Fill in peaks and ratios."""
-        for run in (*self.others, *self.ours):
-            self.measure_peak(run)
-        for _ in range(rounds):
-            plain = self.time(self.plain)
-            self.plain.ratios.append(1.0)
-            for run in (*self.others, *self.ours):
-                if not run.why_not:
-                    run.ratios.append(self.time(run) / plain)
+        for number in range(rounds):
+            for runs in (self.others, self.ours):
+                if runs is self.ours and not number:
+                    runs[:] = self.our_runs(budgets, host)
+                for run in runs:
+                    if not run.why_not and not (run.once and number):
+                        self.visit(run)
+                        shown = run.why_not or f"{run.peak / 2**20:10.2f} MiB {run.ratios[-1] - 1:+8.1%}"
+                        print(f"round {number + 1}: {run.name:28} {shown}", flush=True)
 
     def is_beaten(self, other: Run) -> bool:
         """Whether scrimp is as fast, or within the noise, at no more memory."""
@@ -257,7 +273,12 @@ def plot(path: Path, benches: dict[str, Bench]) -> None:
     figure, axes = plt.subplots(1, len(benches), figsize=(5 * len(benches), 4), squeeze=False)
     for axis, (name, bench) in zip(axes[0], benches.items(), strict=True):
         ours = [run for run in (bench.plain, *bench.ours) if run.ratios]
-        axis.plot([run.peak / 2**20 for run in ours], [100 * run.over_plain for run in ours], "o-", label="scrimp")
+        for label, part in (("scrimp", "MiB"), ("scrimp, host memory too", "host")):
+            curve = [run for run in ours if run.name.endswith((part, "plain"))]
+            if len(curve) > 1:
+                axis.plot(
+                    [run.peak / 2**20 for run in curve], [100 * run.over_plain for run in curve], "o-", label=label
+                )
         for run in bench.others:
             if run.ratios:
                 axis.plot([run.peak / 2**20], [100 * run.over_plain], "s", label=run.name)
@@ -273,13 +294,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--budgets", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--host", help="bytes of host memory, for a second curve of ours that may use them")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file; needs matplotlib")
     options = parser.parse_args()
     device = torch.device(options.device)
     benches = {}
     for name in options.models or (MODELS if device.type == "cuda" else MEDIUM):
-        benches[name] = Bench(name, device, options.budgets)
-        benches[name].measure(options.rounds)
+        benches[name] = Bench(name, device)
+        benches[name].measure(options.rounds, options.budgets, options.host)
         table(name, benches[name])
     if options.plot:
         plot(options.plot, benches)

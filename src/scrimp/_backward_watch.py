@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 from torch._ops import OpOverload
 
-from scrimp._below import passed_on
 from scrimp._draft import Draft, DraftRun
 from scrimp._geometry import is_plain
 from scrimp._limiter import Limiter
@@ -57,7 +56,7 @@ class BackwardWatch:
 
     def replay(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator of a replay."""
-        result = self._limiter.retried(lambda: passed_on(func, args, kwargs))
+        result = self._limiter.retried(func, args, kwargs)
         older = {t.untyped_storage()._cdata for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)}
         for tensor in tensors_in(result):
             if is_plain(tensor) and tensor.device == self._meter.device:
@@ -70,6 +69,11 @@ class BackwardWatch:
     def own_bytes(self) -> int:
         """Bytes that are alive of what backward made."""
         return self._own.now
+
+    def abandon(self) -> None:
+        """Let go of the node that runs: its graph has handles, which hold this, and nobody would see the cycle."""
+        self._node = None
+        self._marks.clear()
 
     def close(self, next_module: str) -> None:
         """Write down what happened since the last event."""

@@ -131,10 +131,10 @@ def _record(
 ) -> list[Node]:
     hooks, mode = StepHooks(recorder, recorder.limiter), StepMode(recorder)
     with mode:
-        mode.inside = True
+        recorder.inside = True
         with saved_tensors_hooks(hooks.pack, hooks.unpack), kernels, META, module_paths(module, recorder):
             loss = step()
-        mode.inside = False
+        recorder.inside = False
         recorder.draft.spans.append((0, len(recorder.draft.ops)))
         return go_backward(loss, recorder)
 

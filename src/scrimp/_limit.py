@@ -18,7 +18,15 @@ from scrimp._budget import Budget, parse_budget
 from scrimp._elsewhere import Elsewhere
 from scrimp._limited import LimitedForward
 from scrimp._limiter import Limiter, Outlook
-from scrimp._meter import CAPTURED, CudaMeter, capacity_of, look_before, meter_for, prefer_expandable_segments
+from scrimp._meter import (
+    CAPTURED,
+    CudaMeter,
+    capacity_of,
+    claim_workspaces,
+    look_before,
+    meter_for,
+    prefer_expandable_segments,
+)
 from scrimp._plan import Plan
 from scrimp._rehearsal import Rehearsal
 from scrimp._report import Measured, Report, report_on
@@ -35,8 +43,10 @@ _GRAIN = 256  # a plan is made for resident bytes rounded up to this part of the
 _STEPS_UNTIL_SETTLED = 3  # on the CPU, what is alive is looked up in this many steps: optimizers make their state
 _WORTH_A_PLAN = 16  # a part of the budget: when that much more is free than a plan was made for, a new one is made
 _MARGIN = 0.015  # of the budget, given up when the allocator fails, step for step, to place what a plan promised to fit
-_PATIENCE = 1  # planned steps in which it may start over before: it has to get rid of what other steps left behind
+_TIGHT_MARGIN = 0.04  # given up from the beginning where it had to tidy up in the step that was recorded
 _TRIALS = 2  # steps for which a plan is on trial
+_CALM = 8  # steps in which the allocator never had to tidy up, after which nobody watches for its failures any more
+_SPARE = 50  # a part of the budget, on a GPU: kept free in a step that is recorded, for what operators take within
 _FIRST_MARGIN = 0.01  # of the budget, on a GPU: what an allocator loses between the pieces of memory it gives out
 
 
@@ -57,17 +67,33 @@ class BudgetSession:
     ) -> None:
         if (budget is None) == (activations is None):
             raise BudgetError('need either a budget for the device, such as "8GiB", or activations=; have both or none')
-        self._stated = parse_budget(budget if budget is not None else activations or 0, capacity_of(device))
+        self._wanted = budget if budget is not None else activations or 0
         self._activations_only = budget is None
-        self.device = device
         self._module_ref = None if module is None else weakref.ref(module)
-        self._elsewhere = elsewhere
         self._control = Control(KeepAll(), verify=False)
-        self._book = Book()
-        self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
-        self._failures = self._retries = self._tried = 0
+        self._begin_on(device, elsewhere)
         self._open: Any = None
         self._undo: Callable[[], None] | None = None
+
+    def _begin_on(self, device: torch.device, elsewhere: Elsewhere) -> None:
+        """Know nothing yet of the steps on a device."""
+        self.device = device
+        self._stated = parse_budget(self._wanted, capacity_of(device))
+        self._elsewhere = elsewhere
+        self._book = Book()
+        self._margin = _FIRST_MARGIN if device.type == "cuda" else 0.0
+        self._failures = self._retries = self._tight = 0
+        if device.type == "cuda" and self._module_ref is not None:
+            prefer_expandable_segments()
+
+    def _where(self) -> torch.device:
+        """Return the device that the model is on, which may have been moved since it was limited."""
+        module = self._module
+        first = None if module is None else next(module.parameters(), None)
+        if first is not None and first.device != self.device and (device := device_of(module, ())) != self.device:
+            self._settle()
+            self._begin_on(device, self._elsewhere.on(device))
+        return self.device
 
     # -- faces ------------------------------------------------------------------------------------------------------
 
@@ -174,15 +200,18 @@ class BudgetSession:
             self._control, meter_for(self.device, nbytes), self._limit(nbytes), self._elsewhere, awake=False
         )
         on_trial = self._book.carried_out.get(known, 0) < (_TRIALS if self.device.type == "cuda" else 1)
-        return KnownStep(limiter, known, policy, scheme.plan, on_trial)
+        return KnownStep(limiter, known, policy, scheme.plan, on_trial, on_trial or self._tight > 0)
 
     def _online(self, inputs: list[Tensor], rehearsal: Rehearsal | None, smallest: int | None) -> Step:
         """Return a step that nothing is known of, or for which no plan was found in ``smallest`` bytes."""
         self._elsewhere.get_ready()
+        claim_workspaces(self.device)
         before = look_before(self.device, self._modules, inputs)
         self._control.policy = KeepAll()
         meter = meter_for(self.device, before.nbytes)
         limiter = Limiter(self._control, meter, self._limit(before.nbytes), self._elsewhere)
+        if self.device.type == "cuda":
+            limiter.spare = self._stated // _SPARE
 
         def outlook(need: int) -> Outlook | None:
             if smallest is not None:
@@ -293,14 +322,19 @@ class BudgetSession:
             self._count_failures(step)
 
     def _count_failures(self, step: Step) -> None:
-        """Plan for less where the allocator had to start over in several planned steps: memory is in pieces."""
+        """Plan for less where the allocator failed in a planned step: its memory is in too many pieces.
+
+        Where it only had to give back idle pieces and try again, a plan for less would cost more than that does. But as
+        long as it has to, steps are watched, since it may fail.
+        """
         statistics = torch.cuda.memory_stats(self.device)
         retries, failures = statistics.get("num_alloc_retries", 0), statistics.get("num_ooms", 0)
+        if isinstance(step, UnknownStep) and retries > self._retries:
+            self._margin = max(self._margin, _TIGHT_MARGIN)
         if isinstance(step, KnownStep):
-            self._tried += retries > self._retries
-            if failures > self._failures or self._tried > _PATIENCE:
+            self._tight = _CALM if retries > self._retries else max(self._tight - 1, 0)
+            if failures > self._failures and not step.departed:
                 self._margin = min(self._margin + _MARGIN, 0.5)
-                self._tried = 0
         self._retries, self._failures = retries, failures
 
     # -- as a context -----------------------------------------------------------------------------------------------
@@ -375,15 +409,13 @@ def limit(
         raise SessionError("this model is limited already: call detach() of its session first")
     device = device_of(model, ())
     session = BudgetSession(budget, activations, device, model, Elsewhere(host, disk, device))
-    if session.device.type == "cuda":
-        prefer_expandable_segments()
 
     def call(
         leaves: list[object], signature: object, module: nn.Module, rehearsal: Callable[[], Rehearsal]
     ) -> AbstractContextManager[None]:
         return session._call(signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)], module, rehearsal)
 
-    forward = model.forward = LimitedForward(model, session.device, call)
+    forward = model.forward = LimitedForward(model, session._where, call)
     _limited.add(model)
     name = weakref.ref(model)
 

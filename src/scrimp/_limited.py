@@ -34,15 +34,15 @@ class LimitedForward:
 
     Args:
         model: the model.
-        device: that the budget is for.
+        where: says on which device the model is.
         enter: returns what a call runs in.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, enter: Enter) -> None:
+    def __init__(self, model: nn.Module, where: Callable[[], torch.device], enter: Enter) -> None:
         forward = model.forward
         self._model = weakref.ref(model)
         self._own = model.__dict__.get("forward")
-        self._device = device
+        self._where = where
         self._enter = enter
         functools.update_wrapper(self, forward)
         del self.__dict__["__wrapped__"]  # it holds the model
@@ -72,7 +72,7 @@ class LimitedForward:
         if not torch.is_grad_enabled() or line.depth or torch._C._current_graph_task_id() != -1 or model is None:
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
-        signature = (str(structure), tuple(_look(leaf) for leaf in leaves), _state(model, self._device))
+        signature = (str(structure), tuple(_look(leaf) for leaf in leaves), _state(model, self._where()))
         with self._enter(leaves, signature, model, lambda: Rehearsal(model, args, kwargs)):
             return forward(*args, **kwargs)
 

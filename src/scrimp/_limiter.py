@@ -57,7 +57,7 @@ class Limiter(Scope):
 
     __slots__ = (
         "_forecast", "_in_use", "_making_room", "_promised", "awake", "budget", "elsewhere", "meter", "outlook",
-        "standing",
+        "spare", "standing",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,8 @@ class Limiter(Scope):
         self._in_use: Set[Value] = frozenset()
         self._making_room = False
         self._promised = 0
+        self.spare = 0
+        """Bytes of the budget for what operators take that nobody has seen yet."""
         self.standing: Callable[[], Iterable[Standing]] = tuple
         """Says what stands on the device, for an error."""
         self.outlook: Callable[[int], Outlook | None] = _unknown
@@ -110,7 +112,8 @@ class Limiter(Scope):
     def make_room_for(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Make room for what an operator is about to make."""
         if self.awake and not self._making_room:
-            self.make_room(self._forecast.result_bytes(func, args, kwargs))
+            made, within = self._forecast.needs(func, args, kwargs)
+            self.make_room(made, within)
 
     def timed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Cost]:
         """Run an operator, and say what it took of the device."""
@@ -119,17 +122,24 @@ class Limiter(Scope):
 
         def attempt() -> tuple[Any, Cost]:
             level, requested = meter.level(), meter.requested()
-            meter.keep_busy()
+            if meter.is_behind:
+                meter.keep_busy(self._forecast.is_new(func, args, kwargs))
             start = meter.mark()
             result = passed_on(func, args, kwargs)
             end = meter.mark()
-            within = (meter.requested() - requested) - (meter.level() - level) if requested else 0
-            return result, Cost(start, end, max(within, 0))
+            within = max((meter.requested() - requested) - (meter.level() - level), 0) if requested else 0
+            if within:
+                self._forecast.learn(within, func, args, kwargs)
+            return result, Cost(start, end, within)
 
-        return self.retried(attempt)
+        return self._retried(attempt, func, args, kwargs)
 
-    def retried(self, attempt: Callable[[], R]) -> R:
-        """Call ``attempt`` again, with more and more evicted, for as long as the device runs out of memory.
+    def retried(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator again, with more and more evicted, for as long as the device runs out of memory."""
+        return self._retried(lambda: passed_on(func, args, kwargs), func, args, kwargs)
+
+    def _retried(self, attempt: Callable[[], R], func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+        """Call ``attempt``, which runs an operator, until it has enough memory, or nothing is left to evict.
 
         An operator that fails for want of memory has not done anything yet: kernels allocate before they compute.
         """
@@ -138,19 +148,26 @@ class Limiter(Scope):
         while True:
             try:
                 return attempt()
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if not self._evict(max(self.budget or 0, self.meter.level()) // _SHARE_AFTER_FAILURE):
-                    raise
+                    missing = sum(self._forecast.needs(func, args, kwargs))
+                    raise self._impossible(missing, self.meter.in_pieces()) from error
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict until ``nbytes`` more fit into the budget, or nothing is left that could go."""
+    def make_room(self, nbytes: int, within: int = 0) -> None:
+        """Evict until ``nbytes`` more fit into the budget.
+
+        As long as something is left that could go, there is room for ``within`` and for what is to spare as well.
+        """
         if self.budget is None or not self.awake or self._making_room:
             return
         self._making_room = True
         try:
-            while (excess := self.meter.level() + nbytes - self.budget) > 0:
+            beyond = within + self.spare
+            while (excess := self.meter.level() + nbytes + beyond - self.budget) > 0:
                 if not self._evict(excess):
-                    raise self._impossible(nbytes)
+                    if excess > beyond:
+                        raise self._impossible(nbytes)
+                    break
         finally:
             self._making_room = False
 
@@ -199,17 +216,20 @@ class Limiter(Scope):
         if self.awake:
             self.meter.made(tensor.untyped_storage())
 
-    def _impossible(self, nbytes: int) -> BudgetError:
+    def _impossible(self, nbytes: int, in_pieces: int = 0) -> BudgetError:
+        """Say that an operator that makes ``nbytes`` cannot run; ``in_pieces`` are free, but not in a row."""
         level = self.meter.level()
-        need = level + nbytes
+        need = level + nbytes + in_pieces
         there = lines_of(self.standing())
+        pieces = f", and {format_bytes(in_pieces)} in pieces that are too small" if in_pieces else ""
         outlook = self.outlook(need)
         advice = f"Give a larger budget ({need} bytes get past this operator)"
         if outlook is not None:
             advice = f"{outlook.source} {format_bytes(outlook.nbytes)} ({outlook.nbytes} bytes). Give at least that"
         return BudgetError(
-            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use), have "
-            f"a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped and had again. "
+            f"need {format_bytes(need)} here ({format_bytes(nbytes)} more than the {format_bytes(level)} in use"
+            f"{pieces}), have a budget of {format_bytes(self.budget or 0)}, and nothing is left that could be dropped "
+            "and had again. "
             f"{advice}, or make the step smaller: the batch, the inputs, a loss in chunks. There are:\n{there}",
             smallest=need if outlook is None else outlook.nbytes,
         )

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import abc
+import functools
 import gc
 import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from scrimp._live import LiveStorages, rounded
 from scrimp._trace import Resident
 
-_CYCLES = 400_000  # about 0.2 milliseconds
+_CYCLES = 400_000  # about 0.2 milliseconds: the host launches an operator in less
+_CYCLES_AT_FIRST = 10_000_000  # about 5 milliseconds: it has to load the kernels first
 
 CAPTURED = "captured from outside"
 """The name of what a step used that nobody had told of before."""
@@ -31,6 +36,8 @@ class Meter(abc.ABC):
     device: torch.device
     block: int
     """The allocator hands out multiples of this many bytes."""
+    is_behind = False
+    """Whether it runs behind the host."""
 
     @abc.abstractmethod
     def level(self) -> int:
@@ -45,6 +52,10 @@ class Meter(abc.ABC):
         """Return how many bytes were ever asked for; 0 where nobody counts that."""
 
     @abc.abstractmethod
+    def in_pieces(self) -> int:
+        """Return how many free bytes the allocator holds on to, since other memory lies between them."""
+
+    @abc.abstractmethod
     def made(self, storage: torch.UntypedStorage) -> None:
         """Take note of a storage that an operator made."""
 
@@ -57,8 +68,12 @@ class Meter(abc.ABC):
         """Mark this moment on the device's clock."""
 
     @abc.abstractmethod
-    def keep_busy(self) -> None:
-        """Give the device something to do while the host prepares what is going to be timed, so that it never idles."""
+    def keep_busy(self, at_first: bool = False) -> None:
+        """Give the device something to do while the host prepares what is going to be timed, so that it never idles.
+
+        Args:
+            at_first: whether it prepares this for the first time.
+        """
 
     @abc.abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
@@ -92,6 +107,10 @@ class HostMeter(Meter):
         """Return 0: what an operator uses within itself is not seen."""
         return 0
 
+    def in_pieces(self) -> int:
+        """Return 0: the host's memory need not be in one piece."""
+        return 0
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it dies."""
         self._live.add(storage)
@@ -104,7 +123,7 @@ class HostMeter(Meter):
         """Read the clock."""
         return time.perf_counter()
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Do nothing: host and device are one."""
 
     def seconds(self, start: float, end: float) -> float:
@@ -120,6 +139,7 @@ class CudaMeter(Meter):
     """Asks PyTorch's allocator, and marks moments on the stream."""
 
     block = 512
+    is_behind = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -136,6 +156,10 @@ class CudaMeter(Meter):
         """Return how many bytes were ever allocated."""
         return self._stat("allocated")
 
+    def in_pieces(self) -> int:
+        """Return the reserved bytes that are not in use; after a failure, those that could not be given back."""
+        return torch.cuda.memory_reserved(self.device) - self.level()
+
     def _stat(self, name: str) -> int:
         return int(torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"][name])
 
@@ -151,17 +175,27 @@ class CudaMeter(Meter):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Wait on the device, longer than it takes the host to launch an operator."""
-        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_CYCLES_AT_FIRST if at_first else _CYCLES)  # type: ignore[no-untyped-call]
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the time between two events."""
-        return float(start.elapsed_time(end)) / 1000
+        return max(float(start.elapsed_time(end)) - _between_marks(self.device.index), 0.0) / 1000
 
     def settle(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
+
+
+@functools.cache
+def _between_marks(index: int) -> float:
+    """Milliseconds that a GPU takes from one event to the next with nothing between them."""
+    meter = CudaMeter(torch.device("cuda", index))
+    meter.keep_busy()
+    marks = [meter.mark() for _ in range(17)]
+    meter.settle()
+    return median(float(one.elapsed_time(other)) for one, other in pairwise(marks))
 
 
 def meter_for(device: torch.device, resident: int) -> Meter:
@@ -183,6 +217,21 @@ def prefer_expandable_segments() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its successor does not reach the CUDA allocator in 2.11
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def claim_workspaces(device: torch.device) -> None:
+    """Have the libraries of a GPU allocate what they keep for good, in this thread and in that of backward.
+
+    Otherwise the first products of a step would, within them, where no room has been made for it.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad(), torch._C._DisableTorchDispatch(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            one = torch.ones(8, 8, device=device, requires_grad=True)
+            torch.autograd.grad(torch.addmm(one, one, one).sum(), one)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)

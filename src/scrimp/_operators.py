@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from scrimp._below import counted_above
+
 aten = torch.ops.aten
 
 
@@ -48,8 +50,9 @@ class Operator:
     """Position of the ``training`` flag under which it overwrites them without the schema saying so."""
     averages: bool
     """What it writes in training are running averages: no input to its results, but not to be made again either."""
-    writes_uncounted: bool
-    """No version counter rises when it writes, since its schema does not say that it does."""
+    counted_above: bool
+    """Version counters of what it writes rise when it has returned to autograd. Otherwise they have risen before that,
+    if they do at all."""
     random: bool
     replayable: bool
     varies: bool
@@ -184,7 +187,7 @@ def _describe(func: OpOverload) -> Operator:
         overwrites=packet in _OVERWRITING or is_out,
         overwrites_in_training=training,
         averages=func in _BATCH_NORMS,
-        writes_uncounted=bool(writes) and not func._schema.is_mutable,
+        counted_above=func._schema.is_mutable and counted_above(func),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         replayable=(func.namespace in _KNOWN_NAMESPACES and packet not in _BLANKS and packet not in _STATEFUL),
         varies=packet in _VARIES_ON_GPU,
@@ -194,13 +197,13 @@ def _describe(func: OpOverload) -> Operator:
     )
 
 
-# Those of custom operators stay, should they be destroyed: an id may be given to another one.
-_known: dict[OpOverload, Operator] = {}
+# By id, since the hash of an operator is computed in Python. The facts hold it, so that its id is not given to another.
+_known: dict[int, Operator] = {}
 
 
 def operator(func: OpOverload) -> Operator:
     """Return the facts about ``func``; they are worked out once."""
-    found = _known.get(func)
+    found = _known.get(id(func))
     if found is None:
-        found = _known[func] = _describe(func)
+        found = _known[id(func)] = _describe(func)
     return found

@@ -23,13 +23,14 @@ class Outbox:
 
     def __init__(self) -> None:
         self.inputs: list[Value] = []
-        self._asked: list[Value] = []
+        self.asked: list[Value] = []
+        """Values that :meth:`send` is to see to."""
         self._unsure: deque[tuple[int, Value]] = deque()
         self._clock = 0
         self._due: dict[int, list[Value]] = {}
         """By operator, the values that a plan wants gone after it."""
-        self._planned: dict[tuple[int, int], list[tuple[int, weakref.ref[Copy]]]] = {}
-        """By the value that is unpacked then, and how often it was in this pass: copies that a plan wants back."""
+        self._planned: dict[tuple[int, int], list[tuple[int, tuple[int, int], weakref.ref[Copy]]]] = {}
+        """By the value that is unpacked then: how often it was in this pass, and whose copies a plan wants back."""
         self._turns: Counter[tuple[int, int]] = Counter()
         self._leaving: deque[Value] = deque()
         self._stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -37,7 +38,7 @@ class Outbox:
 
     def add(self, value: Value) -> None:
         """Take note of a value that is held now and wanted elsewhere."""
-        self._asked.append(value)
+        self.asked.append(value)
 
     def add_input(self, value: Value) -> None:
         """Take note of a value from before the session whose bytes only a store may have soon."""
@@ -53,19 +54,19 @@ class Outbox:
     def waits(self, sequence: int) -> bool:
         """Take note that operator number ``sequence`` is about to run, and say whether :meth:`tick` has work to do."""
         self._clock = sequence
-        return bool(self._asked or self._unsure or self._due)
+        return bool(self.asked or self._unsure or self._due)
 
     def tick(self, sequence: int) -> None:
         """Do what is due before operator number ``sequence``."""
         while self._unsure and self._unsure[0][0] < sequence:
-            self._asked.append(self._unsure.popleft()[1])
+            self.asked.append(self._unsure.popleft()[1])
         for value in self._due.pop(sequence - 2, ()):
             self.finish(value)
 
     def send(self) -> None:
         """Begin to copy what was noted, and let go of what left before, as far as the window demands."""
-        while self._asked:
-            value = self._asked.pop()
+        while self.asked:
+            value = self.asked.pop()
             if value.store is not None and value.copy is None and _can_leave(value):
                 self._put(value, value.store)
 
@@ -95,11 +96,11 @@ class Outbox:
     def _schedule(self, value: Value, copy: Copy, timing: Timing) -> None:
         self._due.setdefault(max(timing.free_at, self._clock - 1), []).append(value)
         if timing.fetch_at is not None:
-            self._planned.setdefault(timing.fetch_at, []).append((timing.turn, weakref.ref(copy)))
+            self._planned.setdefault(timing.fetch_at, []).append((timing.turn, value.place, weakref.ref(copy)))
 
     def finish(self, value: Value) -> None:
         """Have the device's queue wait for a value that is leaving, and let go of it; of any other, do nothing."""
-        if self._asked:
+        if self.asked:
             self.send()
         if value in self._leaving:
             self._leaving.remove(value)
@@ -107,7 +108,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Finish everything."""
-        self._asked.extend(value for _, value in self._unsure)
+        self.asked.extend(value for _, value in self._unsure)
         self._unsure.clear()
         self.send()
         while self._leaving:
@@ -136,7 +137,7 @@ class Outbox:
         planned = self._planned.get(value.place)
         if planned:
             self._turns[value.place] += 1
-            for turn, copy in planned:
+            for turn, _, copy in sorted(planned, key=lambda one: one[1], reverse=True):  # the latest is needed first
                 if turn == self._turns[value.place] and (there := copy()) is not None:
                     there.prefetch()
 

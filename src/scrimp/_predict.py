@@ -28,9 +28,11 @@ class Forecast:
     def __init__(self, block: int) -> None:
         self._block = block
         self._known: dict[object, int] = {}
+        self._within: dict[object, int] = {}
+        self._timed: set[object] = set()
 
-    def result_bytes(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Return the bytes of storages that the call will make.
+    def needs(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the bytes of storages that the call will make, and those that such a call took within itself.
 
         Where the number depends on data (``nonzero``), or no kernel for ``meta`` exists, it is a guess: as much as the
         largest argument takes.
@@ -39,7 +41,19 @@ class Forecast:
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._ask(func, args, kwargs)
+        return found, self._within.get(key, 0)
+
+    def is_new(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether it was not asked this before about such a call."""
+        key = (func, _key(args), _key(kwargs))
+        found = key not in self._timed
+        self._timed.add(key)
         return found
+
+    def learn(self, within: int, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take note of what a call took within itself, and gave back."""
+        key = (func, _key(args), _key(kwargs))
+        self._within[key] = max(within, self._within.get(key, 0))
 
     def _ask(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         try:

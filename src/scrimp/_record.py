@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 _NOTHING: Mapping[str, Any] = {}
-_tuple_new = tuple.__new__
+_CONSTANT = frozenset({bool, float, int, type(None)})
+"""Types of arguments that are noted as they are."""
 _COMPUTE, _LOOK = Kind.COMPUTE, Kind.LOOK
+_STRIDED = torch.strided
 _is_grad_enabled = torch._C.is_grad_enabled
 
 
@@ -64,7 +66,9 @@ class Recorder(Turns):
 
     def known(self, tensor: Tensor) -> Value | None:
         """Return the value that a tensor looks at if that is certain at first sight."""
-        if not is_strided(tensor):
+        # The first part is what `is_strided` says of most, without a call.
+        ordinary = type(tensor) is Tensor and tensor.layout is _STRIDED and not tensor.is_nested
+        if not ordinary and not is_strided(tensor):
             return None
         storage = tensor.untyped_storage()
         value = self._values.get(storage._cdata)
@@ -160,14 +164,17 @@ class Recorder(Turns):
             return self._compute(facts, args, kwargs)
         if kind is _LOOK or not is_plain(args[0]):
             return func(*args, **kwargs)
-        with self:
-            if kind is Kind.RESTORAGE:
-                self._before_write(args[0])
-            else:
-                self.find(args[0]).reshaped_through(args[0])
-        result = func(*args, **kwargs)
         if kind is Kind.RESTORAGE:
-            self._adopt(args[0], external=False)
+            with self:
+                self._before_write(args[0])
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._adopt(args[0], external=False)
+        with self:
+            value = self.find(args[0])
+        result = func(*args, **kwargs)
+        value.reshaped_through(args[0])
         return result
 
     def _compute(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -181,7 +188,11 @@ class Recorder(Turns):
             return self._compute_and_write(facts, args, kwargs)
         call = self._note(facts, args, kwargs, ())
         result = self._execute(facts.func, args, kwargs)
-        self._made(facts, call, (result,) if type(result) is Tensor else list(tensors_in(result)))
+        if call is not None and not facts.varies and type(result) is Tensor:  # so it is nearly always
+            if is_strided(result) and result.untyped_storage()._cdata not in self._values:
+                self._enter(result, call, 0)
+        else:
+            self._made(facts, call, (result,) if type(result) is Tensor else list(tensors_in(result)))
         return result
 
     def _compute_and_write(self, facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -189,13 +200,19 @@ class Recorder(Turns):
         with self:
             call = self._note(facts, args, kwargs, written)
             external = [self._before_write(tensor) for tensor in written]
-        result = self._execute(facts.func, args, kwargs)
+        try:
+            result = self._execute(facts.func, args, kwargs)
+        except BaseException:
+            with self:
+                for tensor, is_external in zip(written, external, strict=True):
+                    self._adopt(tensor, is_external)  # who knows what it has written
+            raise
         results = list(tensors_in(result))
         if call is not None and written and facts.varies and not facts.repeats_on(written[0].device):
             call = None
         for index, (tensor, is_external) in enumerate(zip(written, external, strict=True), len(results)):
             value = self._wrote(tensor, None if is_external or facts.averages else call, index, is_external)
-            value.written(counted=not facts.writes_uncounted)
+            value.written(counted=facts.counted_above)
         self._made(facts, call, results)
         return result
 
@@ -230,6 +247,7 @@ class Recorder(Turns):
         if written and not facts.reads_what_it_writes(args):
             blank = blanks(written, list(tensors_in([*args, *kwargs.values()])))
         inputs: dict[Value, None] = {}
+        noted_args: list[Any]
         noted_kwargs: Mapping[str, Any] = _NOTHING
         try:
             if facts.snapshots:
@@ -240,9 +258,13 @@ class Recorder(Turns):
                     noted_args = without_averages(facts, noted_args)
                 noted_kwargs = {name: self._noted_or_blank(one, blank, inputs) for name, one in kwargs.items()}
             else:
-                noted_args = [
-                    self._ref(one, inputs) if isinstance(one, Tensor) else self._noted(one, inputs) for one in args
-                ]
+                noted_args = []
+                for one in args:
+                    kind = type(one)
+                    if kind is Tensor:
+                        noted_args.append(self._ref(one, inputs))
+                    else:
+                        noted_args.append(one if kind in _CONSTANT else self._noted(one, inputs))
                 if kwargs:
                     noted_kwargs = {name: self._noted(one, inputs) for name, one in kwargs.items()}
         except _UnrepeatableError:

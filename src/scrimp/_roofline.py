@@ -45,6 +45,10 @@ class MachineMeter(Meter):
         """Return 0: what an operator uses within itself is not seen."""
         return 0
 
+    def in_pieces(self) -> int:
+        """Return 0: nothing is placed anywhere."""
+        return 0
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it dies."""
         self._live.add(storage)
@@ -56,7 +60,7 @@ class MachineMeter(Meter):
         """Read the clock."""
         return self.now
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, at_first: bool = False) -> None:
         """Do nothing: the clock stands still between operators."""
 
     def seconds(self, start: float, end: float) -> float:

@@ -101,15 +101,16 @@ class Hooks:
             return Handle(value, None if geometry == value.geometry else geometry, recorder)
 
     def _save(self, value: Value, tensor: Tensor, by_function: bool) -> None:
+        scope = self._scope
         if not value.decided and value.call is not None and not by_function:
-            value.scope.around(self._scope).decide(value)
+            (scope if value.scope is scope else value.scope.around(scope)).decide(value)
         if not value.handles and not value.external:
             value.scope.ledger.made.enter(value.nbytes)
         value.handles += 1
         value.demand += 1
         if by_function or value.call is None:
             _keep_for_good(value, tensor)
-            value.scope.around(self._scope).place_opaque(value)
+            value.scope.around(scope).place_opaque(value)
         elif value.tensor is None and value.copy is None:
             keep = value.scope.admit(value) if value.pinned else not (value.secured or secure(value))
             if keep:

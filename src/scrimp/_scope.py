@@ -13,8 +13,7 @@ from torch import Tensor
 from scrimp._outbox import Outbox
 from scrimp._statistics import Ledger
 from scrimp._value import Value, secure
-from scrimp.policy import DROP, KEEP, Candidate, Policy
-from scrimp.store import Store
+from scrimp.policy import DROP, KEEP, Candidate, Decision, Policy
 
 if TYPE_CHECKING:
     from scrimp._replay import Replay
@@ -65,18 +64,19 @@ class Scope:
         """Ask the policy about a value, once; ``value.pinned`` and ``value.store`` have the answer."""
         if value.decided:
             return
-        value.number = self.control.decided
-        self.control.decided += 1
+        control = self.control
+        value.number = control.decided
+        control.decided += 1
         value.decided = True
-        candidate = Candidate(value)
-        answer = self.control.policy.decide(candidate) if self.control.enabled else KEEP
+        policy, candidate = control.policy, Candidate(value)
+        answer = policy.decide(candidate) if control.enabled else KEEP
         value.pinned = answer is not DROP
-        value.store = answer if isinstance(answer, Store) else None
+        value.store = None if isinstance(answer, Decision) else answer
         if value.store is not None:
-            value.timing = self.control.policy.timing(candidate)
+            value.timing = policy.timing(candidate)
             if value.tensor is not None:
                 self.outbox.add(value)
-        value.passes = 0 if value.pinned else self.control.policy.passes(candidate)
+        value.passes = 0 if value.pinned else policy.passes(candidate)
         if value.scope is not self:
             value.move_to(self)
 

@@ -212,7 +212,7 @@ class _Machine:
         for moment, event in enumerate(self.facts.trace.events, start=first):
             self.begins[moment] = self.now
             if moment in prefetches:
-                for value in sorted(prefetches[moment]):
+                for value in sorted(prefetches[moment], reverse=True):  # backward needs the latest first
                     if moment <= self.ends[value]:
                         self._fetch(value, moment)
             if isinstance(event, Run):

@@ -106,8 +106,9 @@ class Ledger:
 
     def move(self, nbytes: int, before: State, after: State) -> None:
         """Move a value of ``nbytes`` from one state to another."""
-        for counter in self._of[before]:
-            counter.leave(nbytes)
+        if before is not State.ABSENT:
+            for counter in self._of[before]:
+                counter.leave(nbytes)
         for counter in self._of[after]:
             counter.enter(nbytes)
 

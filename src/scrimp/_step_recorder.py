@@ -43,6 +43,8 @@ class StepRecorder(Recorder):
         self.ids: dict[Value, int] = {}
         self.module = ""
         """The path of the module that is running."""
+        self.inside = False
+        """Code that a plan can decide about is running."""
         self.backward = BackwardWatch(scope, self.draft)
         scope.standing = self.standing
         self._adopting = False
@@ -222,6 +224,10 @@ class StepHooks(Hooks):
         """A replay did not fit into the budget."""
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
+        if self._step.draft.events and not self._step.inside and torch._C._current_graph_task_id() == -1:
+            # Backward has been here, to its end or not: what the program saves now is no part of the step.
+            self._step.draft.interleaved |= self._step.draft.open_handles > 0
+            return Whole(tensor)
         self._step.draft.packed.append(tensor.numel())
         if torch._C._current_graph_task_id() != -1 and self._step.known(tensor) is None:
             self._step.draft.interleaved = True

@@ -154,7 +154,7 @@ class _Follower(Recorder):
         try:
             return passed_on(func, args, kwargs)
         except torch.OutOfMemoryError:
-            return self.limiter.retried(lambda: passed_on(func, args, kwargs))
+            return self.limiter.retried(func, args, kwargs)
 
     def standing(self) -> Iterator[Standing]:
         """Say what stands on the device now."""
@@ -221,7 +221,7 @@ class _WatchMode(OurMode):  # type: ignore[no-untyped-call]
         if not replaying.active:  # a replay has had room made for all of it
             limiter.make_room_for(func, args, kwargs)
         older = {t.untyped_storage()._cdata for t in tensors_in([*args, *kwargs.values()]) if is_plain(t)}
-        result = limiter.retried(lambda: passed_on(func, args, kwargs))
+        result = limiter.retried(func, args, kwargs)
         for tensor in tensors_in(result):
             if is_plain(tensor) and tensor.device == meter.device and tensor.untyped_storage()._cdata not in older:
                 meter.made(tensor.untyped_storage())
@@ -274,15 +274,19 @@ class KnownStep(Step):
         known: what was recorded.
         policy: does what the plan says.
         plan: the plan.
-        on_trial: whether it is the first with its plan: then its peak is measured, and operators of backward, too, are
-            started over if they run out of memory, which an allocator can although the bytes suffice.
+        on_trial: whether it is one of the first with its plan: then its peak is measured, and not its time.
+        watched: whether operators of backward, too, are started over if they run out of memory, which an allocator can
+            although the bytes suffice.
     """
 
-    def __init__(self, limiter: Limiter, known: Known, policy: Planned, plan: Plan, on_trial: bool) -> None:
+    def __init__(
+        self, limiter: Limiter, known: Known, policy: Planned, plan: Plan, on_trial: bool, watched: bool
+    ) -> None:
         self.known = known
         self.plan = plan
         self.limiter = limiter
         self.on_trial = on_trial
+        self._watched = watched
         self.began = limiter.meter.mark()
         self._policy = policy
         watch = self._watch = Ambient(_WatchMode(recorder := _Follower(limiter, known.trace, policy)))
@@ -315,10 +319,10 @@ class KnownStep(Step):
         number, self._done = self._done, self._done + 1
         if call != self.known.calls[number]:
             self._recorder.depart()
-        if self._plain and not (self.on_trial or self.departed):
+        if self._plain and not (self._watched or self.departed):
             yield from self._keeping_all(number)
             return
-        if self.on_trial or self.departed:
+        if self._watched or self.departed:
             self._watch.enter()
         self._recorder.place(self.known.spans[number][0])
         try:

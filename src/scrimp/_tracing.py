@@ -21,7 +21,7 @@ from scrimp._ambient import Ambient
 from scrimp._below import passed_on
 from scrimp._compiler import never_compiled
 from scrimp._limiter import Limiter
-from scrimp._meter import CAPTURED, Before, look_before, meter_for
+from scrimp._meter import CAPTURED, Before, claim_workspaces, look_before, meter_for
 from scrimp._record_mode import OurMode, replaying
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
@@ -36,8 +36,6 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
-        self.inside = False
-        """Code that a plan can decide about is running."""
         self.closed = False
         """It has seen its step, or failed, and only waits for a chance to leave."""
         self.failed = False
@@ -59,6 +57,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
             return self._watched(func, args, kwargs)
         except BudgetError:
             self.closed = self.failed = True
+            self._recorder.backward.abandon()
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -67,7 +66,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
             return recorder.backward.replay(func, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return recorder.backward.run(func, args, kwargs)
-        if recorder.draft.events and not self.inside:
+        if recorder.draft.events and not recorder.inside:
             self.closed = recorder.draft.is_over  # an optimizer, say: no part of the step
             return passed_on(func, args, kwargs) if self.closed else recorder.backward.between(func, args, kwargs)
         return recorder.run(func, args, kwargs)
@@ -88,7 +87,7 @@ class Tracing:
         """Record what runs in the block as something that a plan can decide about."""
         ops = self.recorder.draft.ops
         first = len(ops)
-        self._mode.inside = True
+        self.recorder.inside = True
         self._ambient.enter()
         try:
             with ExitStack() as stack:
@@ -97,7 +96,7 @@ class Tracing:
                 stack.enter_context(module_paths(module, self.recorder))
                 yield
         finally:
-            self._mode.inside = False
+            self.recorder.inside = False
         self.recorder.draft.spans.append((first, len(ops)))
 
     @property
@@ -117,6 +116,7 @@ class Tracing:
         self._mode.closed = True
         self._ambient.leave()
         self.recorder.look_for_deaths()
+        self.recorder.backward.abandon()
         self.recorder.close()
 
 
@@ -183,6 +183,7 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
     module = module if isinstance(module, nn.Module) else None
     device = device_of(module, (args, kwargs))
     devices = [device] if device.type == "cuda" else []
+    claim_workspaces(device)
     with _put_back(module), torch.random.fork_rng(devices=devices):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = look_before(device, [module] if module is not None else [], inputs)
@@ -208,12 +209,16 @@ def is_described(tree: object) -> bool:
 
 
 def device_of(module: nn.Module | None, tree: object) -> torch.device:
-    """Return the device that a step runs on: that of the first parameter or input on a GPU, or the CPU."""
-    tensors = [*(module.parameters() if module is not None else ()), *tree_leaves(tree)]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            return tensor.device
-    return torch.device("cpu")
+    """Return the device that a step runs on: that of the first parameter or input on a GPU, or the CPU.
+
+    Where there are neither, as in a function that has all it needs by closure, it is the current GPU if there is one.
+    """
+    leaves = [*(module.parameters() if module is not None else ()), *tree_leaves(tree)]
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    if devices:
+        return on_gpu[0] if on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def go_backward(loss: Tensor | None, recorder: StepRecorder) -> list[Node]:

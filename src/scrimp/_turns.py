@@ -37,7 +37,8 @@ class Turns:
         if self._depth == 1:
             if self._released:
                 self._settle_released()
-            self.scope.outbox.send()
+            if self.scope.outbox.asked:
+                self.scope.outbox.send()
         self._depth -= 1
         self._lock.release()
 

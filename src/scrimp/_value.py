@@ -304,7 +304,8 @@ def secure(value: Value) -> bool:
     assert value.call is not None
     inputs = value.call.inputs
     for source in inputs:
-        if not (source.secured or source.at_hand):
+        held = source.tensor is not None and not source.stale
+        if not (held or source.secured or source.at_hand):
             break
     else:  # so it is nearly always
         for source in inputs:

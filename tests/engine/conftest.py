@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from scrimp._engine import threaded
+from scrimp._engine.cost import Memory
+from scrimp._engine.split import Split
 
 
 class InjectedError(Exception):
@@ -161,3 +167,34 @@ def random_step() -> Callable[..., Step]:
 def injected_error() -> type[Exception]:
     """The error that faulty steps raise."""
     return InjectedError
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """End the process, with the stacks of all threads, when the block takes two minutes."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def watchdog() -> Callable[[], AbstractContextManager[None]]:
+    """A block that hangs, whatever locks it holds, ends its process; one that fails leaves nothing behind."""
+    return _watched
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Split]:
+    """The cuts along which passes were run in this test, which begins without memories."""
+    seen: list[Split] = []
+    run_all = threaded._Parts.run_all
+
+    def noted(self: Any, split: Split, *rest: Any) -> None:
+        seen.append(split)
+        run_all(self, split, *rest)
+
+    monkeypatch.setattr(threaded, "_memory", Memory(threaded._Known))
+    monkeypatch.setattr(threaded._Parts, "run_all", noted)
+    return seen

@@ -60,6 +60,16 @@ def test_short_branches_never_see_a_thread(clock: Clock) -> None:
     assert not trial.threaded(2)
 
 
+@pytest.mark.parametrize(("seconds", "settled"), [(20e-6, True), (0.5, False)])
+def test_what_will_not_see_a_thread_is_measured_twice(clock: Clock, seconds: float, settled: bool) -> None:
+    """Then nothing is left to be learned of short branches; long ones have threads to try."""
+    trial = Trial()
+    for _ in range(2):
+        assert not trial.is_settled(2)
+        run_serially(trial, clock, seconds)
+    assert trial.is_settled(2) is settled
+
+
 @pytest.mark.parametrize(("in_threads", "threaded"), [(0.6, True), (1.1, False)])
 def test_measurement_overrules_the_prediction(clock: Clock, in_threads: float, threaded: bool) -> None:
     """Long branches try both ways twice, and keep to threads only if these were faster at best."""
@@ -72,6 +82,34 @@ def test_measurement_overrules_the_prediction(clock: Clock, in_threads: float, t
         with trial.timed():
             clock.taking(seconds)
     assert trial.threaded(2) is threaded
+
+
+def run_in_threads(trial: Trial, clock: Clock, seconds: float) -> None:
+    """A threaded run of a known length."""
+    with trial.timed():
+        clock.taking(seconds)
+
+
+def test_threads_that_win_by_a_hair_lose(clock: Clock) -> None:
+    """Two runs each say little: a gain of two per cent is none."""
+    trial = Trial()
+    for _ in range(2):
+        run_serially(trial, clock, 0.5)
+    for _ in range(2):
+        run_in_threads(trial, clock, 0.98)
+    assert not trial.threaded(2)
+
+
+def test_threads_that_became_slow_are_given_up(clock: Clock) -> None:
+    """A slow run or two is nothing; when most of the latest took longer than the plain line did, that is run again."""
+    trial = Trial()
+    for _ in range(2):
+        run_serially(trial, clock, 0.5)
+    for seconds in (0.6, 0.6, 0.6, 1.3, 1.3):
+        run_in_threads(trial, clock, seconds)
+        assert trial.threaded(2)
+    run_in_threads(trial, clock, 1.3)
+    assert not trial.threaded(2)
 
 
 def test_a_run_that_raises_is_no_measurement(clock: Clock) -> None:
@@ -104,6 +142,21 @@ def test_the_memory_of_trials_is_bounded() -> None:
     for number in range(1, 300):
         memory.entry(number)
     assert memory.entry(0) is not first
+
+
+def test_a_memory_can_be_asked_from_within_itself() -> None:
+    """A collection of garbage that runs in its midst may run a pass that asks for the same shape."""
+    inner: list[Trial] = []
+
+    def made() -> Trial:
+        if len(inner) < 1:
+            inner.append(Trial())
+            inner.append(memory.entry(0))
+        return Trial()
+
+    memory = Memory(made)
+    assert memory.entry(0) is inner[1]
+    assert memory.entry(0) is inner[1]
 
 
 def test_branches_that_draw_random_numbers_stay_serial(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +97,7 @@ def test_observers_and_leaf_reports_change_no_bit(random_step: Callable[..., Any
     "seeds", [range(30), pytest.param(range(30, 250), marks=pytest.mark.slow)], ids=["120", "1000"]
 )
 def test_a_fault_surfaces_once_and_leaves_nothing(
-    seeds: range, order: Any, observed: bool, random_step: Callable[..., Any]
+    seeds: range, order: Any, observed: bool, random_step: Callable[..., Any], watchdog: Callable[..., Any]
 ) -> None:
     """1,000 errors injected into nodes and hooks (250 for each case) end the pass; the next one works.
 
@@ -107,17 +106,18 @@ def test_a_fault_surfaces_once_and_leaves_nothing(
     threads = threading.active_count()
     raised = 0
     for seed in seeds:
-        faulthandler.dump_traceback_later(120, exit=True)
-        faulty = random_step(seed, fault=True)
-        numbers = _numbers(faulty.loss)
-        plain = outcome(lambda seed=seed: random_step(seed, fault=True).loss.backward())
-        ours = outcome(
-            lambda step=faulty: scrimp.backward(step.loss, order=order, observer=scrimp.Profile() if observed else None)
-        )
-        assert ours == plain
-        assert _numbers(faulty.loss) == numbers
-        raised += plain != "done"
-        faulthandler.cancel_dump_traceback_later()
+        with watchdog():
+            faulty = random_step(seed, fault=True)
+            numbers = _numbers(faulty.loss)
+            plain = outcome(lambda seed=seed: random_step(seed, fault=True).loss.backward())
+            ours = outcome(
+                lambda step=faulty: scrimp.backward(
+                    step.loss, order=order, observer=scrimp.Profile() if observed else None
+                )
+            )
+            assert ours == plain
+            assert _numbers(faulty.loss) == numbers
+            raised += plain != "done"
     assert raised == len(seeds)
     assert threading.active_count() == threads
     after = random_step(0)

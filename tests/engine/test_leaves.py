@@ -250,3 +250,14 @@ def test_layers_are_stepped_in_what_replays_from_their_weights(way: Any) -> None
     if limit is not None:
         limit.detach()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_pass_that_a_hook_runs_first_is_not_the_reported_one() -> None:
+    """It adds to the leaf before any node of the pass has run; the leaf is reported when the pass itself did."""
+    w = torch.ones(3, requires_grad=True)
+    other, loss = (w * 3).sum(), (w * 2).sum()
+    loss.register_hook(lambda _: other.backward())
+    reported: list[Tensor] = []
+    scrimp.backward(loss, on_leaf_grad_ready=lambda leaf, gradient: reported.append(gradient.clone()))
+    assert len(reported) == 1
+    assert torch.equal(reported[0], torch.full((3,), 5.0))

@@ -188,3 +188,13 @@ def test_the_graph_dies_after_an_observed_pass() -> None:
     gc.collect()
     assert dead() is None
     assert x.grad is not None
+
+
+def test_a_pass_that_a_hook_runs_first_is_not_observed() -> None:
+    """It runs the leaf's node before any of the observed pass has run."""
+    w = torch.ones(3, requires_grad=True)
+    other, loss = (w * 3).sum(), (w * 2).sum()
+    loss.register_hook(lambda _: other.backward())
+    profile = scrimp.Profile()
+    scrimp.backward(loss, observer=profile)
+    assert [run.name for run in profile.runs] == ["SumBackward0", "MulBackward0", "torch::autograd::AccumulateGrad"]

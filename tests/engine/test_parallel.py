@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-import faulthandler
 import gc
-import random
-import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -24,98 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import scrimp
 
 Branch = Callable[..., Any]
-
-
-class Cube(torch.autograd.Function):
-    """A custom Function; raises in its backward when told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: bool) -> Tensor:
-        """Save the input."""
-        ctx.save_for_backward(x)
-        ctx.fault = fault
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Three times the square, or an error."""
-        if ctx.fault:
-            raise ArithmeticError("in a branch")
-        (x,) = ctx.saved_tensors
-        return gradient * 3 * x**2, None
-
-
-class RandomBranches:
-    """A step with random branches over shared inputs and parameters; the same seed gives the same step."""
-
-    def __init__(self, seed: int, *, fault: bool = False) -> None:
-        self.random = random.Random(seed)
-        generator = torch.Generator().manual_seed(seed)
-        self.leaves = [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(4)]
-        self.log: list[str] = []
-        self.leaves[1].register_hook(lambda gradient: self.log.append("hook") or gradient * 1.5)
-        self.count = self.random.randint(2, 5)
-        self.faulty = self.random.randrange(self.count) if fault else -1
-        self.branches = [self._branch(index) for index in range(self.count)]
-
-    def _branch(self, index: int) -> Branch:
-        steps = [self.random.randrange(8) for _ in range(self.random.randint(1, 6))]
-        weights = [self.random.choice(self.leaves) for _ in steps]
-        late = self.random.random() < 0.5
-
-        def branch(x: Tensor, y: Tensor) -> dict[str, Any]:
-            if index == self.faulty and not late:
-                raise ArithmeticError("in a branch")
-            z = x * 1.0
-            for step, weight in zip(steps, weights, strict=True):
-                z = self._apply(step, z, weight, y)
-            if index == self.faulty:
-                z = Cube.apply(z, True)
-            return {"z": z, "more": (z.sum() * index, x, weights[0], index), "unused": z.sin()}
-
-        return branch
-
-    def _apply(self, step: int, z: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-        match step:
-            case 0:
-                return torch.tanh(z @ weight)
-            case 1:
-                return z * torch.sigmoid(y) + weight
-            case 2:
-                return torch.cat([z[:2] * weight[2:], y[:2]])
-            case 3:
-                return Cube.apply(z.sin(), False)
-            case 4:
-                return checkpoint(lambda a, b: torch.tanh(a @ b), z, weight, use_reentrant=False)
-            case 5:
-                first, *others = z.unbind(0)
-                return torch.stack([first * 2, *others]).cos()
-            case 6:
-                copy = z.sin()
-                copy[0] *= 2
-                return copy + y
-            case _:
-                return z.softmax(1) * y
-
-    def loss(self, run: Callable[..., list[Any]]) -> Tensor:
-        """The forward pass; ``run`` runs the branches."""
-        a, b, c, d = self.leaves
-        x, y = torch.tanh(a @ b), torch.sin(c)
-        results = run(self.branches, x, y)
-        loss = (x * 0.5 + y).sum() + d.sum()
-        for result in results:
-            total, same, weight, index = result["more"]
-            loss = loss + (result["z"] * same).sum() + total * 0.1 + (weight * index).mean()
-        return loss + (x.square() * results[0]["z"]).sum()
-
-    def outcome(self, run: Callable[..., list[Any]]) -> list[Any]:
-        """The loss, gradients and log of a whole step, or its error."""
-        try:
-            loss = self.loss(run)
-            scrimp.backward(loss)
-        except ArithmeticError as error:
-            return [repr(error), self.log]
-        return [loss.detach(), *[leaf.grad for leaf in self.leaves], self.log]
 
 
 def serially(branches: list[Branch], *inputs: Any) -> list[Any]:
@@ -133,44 +35,6 @@ def assert_same_outcome(ours: list[Any], theirs: list[Any]) -> None:
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
-
-
-def test_assert_same_outcome_fails_on_other_bits() -> None:
-    """The comparison sees one unit in the last place."""
-    one = torch.ones(1)
-    with pytest.raises(AssertionError):
-        assert_same_outcome([one], [torch.nextafter(one, one + 1)])
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 600), marks=pytest.mark.slow)], ids=["100", "600"]
-)
-def test_gradients_are_bit_identical(seeds: range, workers: int) -> None:
-    """Loss, gradients and hooks of random branches are those of the serial line."""
-    for seed in seeds:
-        faulthandler.dump_traceback_later(120, exit=True)
-        ours = RandomBranches(seed).outcome(in_threads(workers))
-        assert_same_outcome(ours, RandomBranches(seed).outcome(serially))
-        faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=["100", "1000"]
-)
-def test_a_fault_surfaces_once_and_leaves_no_thread(seeds: range) -> None:
-    """Errors injected into branches, forward or backward, are those of the serial line; no thread stays.
-
-    Each runs under a watchdog that ends the process when the step hangs.
-    """
-    threads = threading.active_count()
-    for seed in seeds:
-        faulthandler.dump_traceback_later(120, exit=True)
-        theirs = RandomBranches(seed, fault=True).outcome(serially)
-        ours = RandomBranches(seed, fault=True).outcome(in_threads(2))
-        assert ours[0] == theirs[0] == "ArithmeticError('in a branch')"
-        assert threading.active_count() == threads
-        faulthandler.cancel_dump_traceback_later()
 
 
 def test_branches_run_at_the_same_time() -> None:
@@ -211,14 +75,6 @@ def test_autograd_grad_and_retain_graph_work() -> None:
         scrimp.backward(loss)
 
 
-def test_differentiating_twice_is_refused() -> None:
-    """``create_graph=True`` is an error that says what to do."""
-    x = torch.ones(2, requires_grad=True)
-    loss = sum(scrimp.parallel([torch.sin, torch.cos], x, workers=2)).sum()
-    with pytest.raises(scrimp.errors.BranchError, match="workers=1"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
 def test_nothing_is_recorded_without_grad() -> None:
     """Under ``torch.no_grad`` the branches' results have no history."""
     x = torch.ones(2, requires_grad=True)
@@ -226,31 +82,6 @@ def test_nothing_is_recorded_without_grad() -> None:
         results = scrimp.parallel([torch.sin, lambda x: torch.is_grad_enabled()], x, workers=2)
     assert results[0].grad_fn is None
     assert results[1] is False
-
-
-def test_workers_see_the_callers_surroundings() -> None:
-    """Grad mode, inference mode, autocast, context variables and the number of threads are the caller's."""
-    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
-    barrier = threading.Barrier(2, timeout=20)
-
-    def look(x: Tensor) -> tuple[Any, ...]:
-        barrier.wait()
-        return (
-            variable.get(),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_inference_mode_enabled(),
-            torch.get_num_threads(),
-            torch._C._is_fwd_grad_enabled(),
-            (x @ x).dtype,
-        )
-
-    before = torch.get_num_threads()
-    variable.set("here")
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), _set_fwd_grad_enabled(False):
-        seen = scrimp.parallel([look, look], torch.ones(2, 2), workers=2, threads_per_worker=1)
-    assert seen[0] == seen[1] == ("here", True, torch.bfloat16, True, 1, False, torch.bfloat16)
-    assert torch.get_num_threads() == before
 
 
 class CountingDispatch(TorchDispatchMode):
@@ -302,14 +133,6 @@ def test_a_dispatch_mode_around_backward_sees_every_operator() -> None:
     assert mode.threads == {threading.get_ident()}
 
 
-def test_random_numbers_in_threads_are_refused() -> None:
-    """Who draws what would be chance: an error, and the generator is as it was."""
-    state = torch.get_rng_state()
-    with pytest.raises(scrimp.errors.BranchError, match="generator"):
-        scrimp.parallel([torch.dropout] * 2, torch.ones(8), 0.5, True, workers=2)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_random_numbers_in_one_worker_are_the_serial_ones() -> None:
     """With one worker dropout is that of the serial line."""
     torch.manual_seed(0)
@@ -326,67 +149,6 @@ def test_checkpoints_in_branches_leave_the_generator_alone() -> None:
     state = torch.get_rng_state()
     loss.backward()
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_a_tensor_captured_by_two_branches_is_refused() -> None:
-    """Two branches over one outer activation would run its node twice."""
-    x = torch.ones(2, requires_grad=True)
-    hidden = x.sin()
-    with pytest.raises(scrimp.errors.BranchError, match=r"SinBackward0.*as an input"):
-        scrimp.parallel([lambda x: x * hidden, lambda x: x + hidden], x, workers=2)
-
-
-def test_a_captured_tensor_of_the_outer_pass_is_refused() -> None:
-    """One branch over an activation that the outer pass runs as well is an error, not a wrong sum."""
-    x = torch.ones(2, requires_grad=True)
-    hidden = x.sin()
-    first, second = scrimp.parallel([lambda x: x * hidden, lambda x: x + 1], x, workers=2)
-    with pytest.raises(scrimp.errors.BranchError, match="SinBackward0"):
-        (first + second + hidden).sum().backward()
-
-
-def test_a_hook_on_a_branchs_input_is_refused() -> None:
-    """It would see a part of the gradient only."""
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(scrimp.errors.BranchError, match="registered a hook"):
-        scrimp.parallel([lambda x: x.register_hook(print) and x * 2, torch.sin], x, workers=2)
-
-
-def test_a_tensor_that_slips_out_of_a_branch_is_refused() -> None:
-    """A tensor that was kept and not returned would lose the gradient of the inputs: an error."""
-    x = torch.ones(2, requires_grad=True)
-    kept: list[Tensor] = []
-    scrimp.parallel([lambda x: kept.append(x.sin()), torch.cos], x, workers=2)
-    with pytest.raises(scrimp.errors.BranchError, match="return"):
-        scrimp.backward(kept[0].sum())
-
-
-def test_a_result_in_an_unknown_container_is_refused() -> None:
-    """Tensors inside of an object that is no nest are not found, so using them is an error, not a gradient of zero."""
-
-    class Box:
-        def __init__(self, value: Tensor) -> None:
-            self.value = value
-
-    x = torch.ones(2, requires_grad=True)
-    first, second = scrimp.parallel([lambda x: Box(x.sin()), torch.cos], x, workers=2)
-    with pytest.raises(scrimp.errors.BranchError, match="nest"):
-        (first.value + second).sum().backward()
-
-
-def test_changing_an_input_in_place_is_refused() -> None:
-    """A branch that writes to what the others read does not get away with it."""
-    x = torch.ones(2, requires_grad=True) * 1
-    with pytest.raises(RuntimeError, match="inplace"):
-        scrimp.parallel([lambda x: x.mul_(2), torch.sin], x, workers=2)
-
-
-def test_changing_a_result_that_backward_needs_is_noticed() -> None:
-    """In-place operators on a branch's result raise, as they do on any saved tensor."""
-    x = torch.ones(2, requires_grad=True)
-    first, _ = scrimp.parallel([torch.sigmoid, torch.sin], x, workers=2)
-    with pytest.raises(RuntimeError, match=r"in-?place"):
-        first.mul_(2).sum().backward()
 
 
 def test_an_input_is_not_kept_for_longer_than_without() -> None:
@@ -420,54 +182,6 @@ def test_a_branch_without_gradient_is_freed_with_the_others() -> None:
     assert kept[0]() is None
     with pytest.raises(scrimp.errors.GraphFreedError, match="retain_graph"):
         loss.backward()
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_whatever_a_branch_raises_in_a_thread_surfaces(kind: type[BaseException]) -> None:
-    """Also what is no ``Exception``."""
-    barrier = threading.Barrier(2, timeout=20)
-
-    def branch(x: Tensor) -> Tensor:
-        barrier.wait()
-        if threading.current_thread() is not threading.main_thread():
-            raise kind
-        return x
-
-    with pytest.raises(kind):
-        scrimp.parallel([branch, branch], torch.ones(1), workers=2)
-
-
-def test_a_worker_that_cannot_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong before the first task surfaces too, and no thread stays."""
-    threads = threading.active_count()
-    before = torch.set_num_threads
-
-    def fail(number: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError("no threads left")
-        before(number)
-
-    monkeypatch.setattr(torch, "set_num_threads", fail)
-    with pytest.raises(OSError, match="no threads left"):
-        scrimp.parallel([lambda x: time.sleep(0.02) or x] * 4, torch.ones(1), workers=2)
-    assert threading.active_count() == threads
-
-
-def test_an_interrupt_ends_every_thread() -> None:
-    """Ctrl-C while branches run raises ``KeyboardInterrupt`` once the threads have ended."""
-    threads = threading.active_count()
-    main = threading.main_thread()
-
-    def branch(x: Tensor) -> Tensor:
-        if threading.current_thread() is not main:
-            signal.raise_signal(signal.SIGINT)
-        else:
-            time.sleep(0.05)
-        return x
-
-    with pytest.raises(KeyboardInterrupt):
-        scrimp.parallel([branch] * 6, torch.ones(1), workers=2)
-    assert threading.active_count() == threads
 
 
 def test_a_parallel_inside_a_parallel() -> None:

@@ -17,11 +17,14 @@ from scrimp.testing import Step, assert_same_step
 
 POLICIES = [KeepNone(), EveryN(2), EveryN(3), Online(1 << 20)]
 
+# Leaves that two streams read get their gradients from both; autograd waits for them, and says that this costs time.
+leaves_of_two_streams = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """Bits can only be compared where the step repeats."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Bits can only be compared where the step repeats; where attention was only to warn, it would not."""
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -81,6 +84,7 @@ def test_own_and_default_generators(policy: Policy) -> None:
     assert_same_step(make_step, lambda: scrimp.session(policy))
 
 
+@leaves_of_two_streams
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_side_streams(policy: Policy) -> None:
     """Values made on another stream are replayed on the stream that needs them, while memory is reused all the time."""
@@ -262,6 +266,7 @@ def test_atomics(deterministic: bool) -> None:
     assert session.statistics.replayed_operators
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_compiled_part(policy: Policy) -> None:
     """A compiled module in a session is a custom function with kernels of its own: what it makes is kept."""

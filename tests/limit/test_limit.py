@@ -435,3 +435,17 @@ def test_a_session_with_a_budget_is_entered_once_at_a_time() -> None:
         pass
     with pytest.raises(SessionError, match="not open"):
         session.__exit__(None, None, None)
+
+
+def test_a_model_that_is_moved_after_it_was_limited_is_known_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is for the device that the model is on when it is called."""
+    model, make_batch = transformer()
+    session = scrimp.limit(model, "1GiB")
+    model(make_batch()).square().mean().backward()
+    assert session.trace is not None
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr("scrimp._limit.device_of", lambda module, tree: elsewhere)
+    model.to(elsewhere)
+    assert session._where() == session.device == elsewhere
+    assert session.trace is None
+    session.detach()

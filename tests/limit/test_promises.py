@@ -8,12 +8,13 @@ import io
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import scrimp
 from scrimp.errors import BudgetError
@@ -97,6 +98,54 @@ def test_after_a_step_that_did_not_fit_others_are_steps_of_their_own() -> None:
     assert session.plan is not None
     for one in (session, failing):
         one.detach()
+
+
+def test_a_model_whose_backward_fails_goes_with_its_last_owner() -> None:
+    """An error in the middle of a node of the first backward pass leaves no cycle through the graph behind."""
+
+    class Failing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch._C._current_graph_task_id() != -1 and func is torch.ops.aten.mm.default:
+                raise ZeroDivisionError
+            return func(*args, **(kwargs or {}))
+
+    def fail() -> weakref.ref[nn.Module]:
+        model, make_batch = transformer()
+        session = scrimp.limit(model, "1GiB")
+        loss = model(make_batch()).square().mean()
+        with Failing(), pytest.raises(ZeroDivisionError):
+            loss.backward()
+        session.detach()
+        return weakref.ref(model)
+
+    model = fail()
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_backward_no_other_model_is_held_on_to(fails: bool) -> None:
+    """What a plain model saves after a limited step, one that failed in backward or not, goes with its graph."""
+    model, make_batch = transformer()
+    session = scrimp.limit(model, "1GiB")
+    loss = model(make_batch()).square().mean()
+    if fails:
+        next(model.parameters()).register_hook(lambda _gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    else:
+        loss.backward()
+    del loss
+    other, batch = transformer()[0], make_batch()
+    standing = []
+    for _ in range(3):
+        with live_bytes() as count:
+            other(batch).square().mean().backward()
+        other.zero_grad()
+        gc.collect()
+        standing.append(count.now)
+    session.detach()
+    assert standing == [0, 0, 0]
 
 
 def test_the_error_names_parameters_gradients_and_logits_by_bytes() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -294,6 +296,29 @@ def test_backward_may_run_under_other_settings(plain: Scan) -> None:
         return Step(forward, state=model, backward=backward)
 
     assert_same_outcome(lambda: make(plain), lambda: make(lambda *a, **k: scrimp.scan(*a, **k, slots=2)))
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_backward_may_run_in_another_thread(make: Maker, plain: Scan) -> None:
+    """As on a GPU, where autograd's engine has a thread of its own, which numbers the nodes of graphs on its own."""
+
+    def elsewhere(scan: Scan) -> Step:
+        step = make(scan)
+
+        def forward() -> Any:
+            w = torch.ones(1, requires_grad=True)
+            for _ in range(1000):
+                w * 2  # nodes of this thread have higher numbers from here on than any of the other one's
+            return step.forward()
+
+        def backward(results: Any) -> None:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(step.backward, results).result()
+
+        return dataclasses.replace(step, forward=forward, backward=backward)
+
+    ways = (plain, lambda *a, **k: scrimp.scan(*a, **k, slots=3))
+    assert_same_outcome(*(lambda way=way: elsewhere(way) for way in ways))
 
 
 def test_graph_can_be_kept(plain: Scan) -> None:

@@ -157,7 +157,7 @@ class Machine:
     def event(self, number: int) -> None:
         """One event of the backward pass."""
         moment = len(self.trace.ops) + number
-        for value, decision in sorted(self.decisions.items()):
+        for value, decision in sorted(self.decisions.items(), reverse=True):
             if isinstance(decision, Store) and decision.prefetch_at == number and self.is_wanted(value, moment):
                 self.fetch(value)
         match self.trace.events[number]:

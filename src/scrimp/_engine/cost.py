@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from statistics import median
+from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,13 +35,26 @@ def predicted_seconds(tasks: Sequence[float], workers: int) -> float:
 
 
 class Contest:
-    """Two ways to do the same thing: each is tried twice, and from then on the one that was faster, at best."""
+    """Two ways to do the same thing. Each is tried twice; threads are used if they were clearly faster at best.
+
+    They are given up for good as soon as they usually take longer than the other way did at best: what else the
+    machine does may have decided the contest, or have changed.
+    """
 
     _TRIES = 2
+    _CLEARLY = 1.05
+    _USUALLY = 5
 
     def __init__(self) -> None:
         self._tries = {False: 0, True: 0}
         self._best = {False: inf, True: inf}
+        self._latest: deque[float] = deque(maxlen=self._USUALLY)
+        self._given_up = False
+
+    @property
+    def knows_one_by_one(self) -> bool:
+        """Whether enough runs without threads were measured."""
+        return self._tries[False] >= self._TRIES
 
     @property
     def threaded(self) -> bool:
@@ -48,15 +62,19 @@ class Contest:
         for way in (False, True):
             if self._tries[way] < self._TRIES:
                 return way
-        return self._best[True] < self._best[False]
+        return not self._given_up and self._best[True] * self._CLEARLY < self._best[False]
 
     @contextmanager
     def timed(self, *, threaded: bool) -> Iterator[None]:
         """Remember what the run inside took; nothing, if it raises."""
         start = time.perf_counter()
         yield
+        seconds = time.perf_counter() - start
         self._tries[threaded] += 1
-        self._best[threaded] = min(self._best[threaded], time.perf_counter() - start)
+        self._best[threaded] = min(self._best[threaded], seconds)
+        if threaded:
+            self._latest.append(seconds)
+            self._given_up |= len(self._latest) == self._USUALLY and median(self._latest) > self._best[False]
 
 
 class Trial:
@@ -72,6 +90,10 @@ class Trial:
         if self._tasks is None or self._serial_for_ever or not self._contest.threaded:
             return False
         return promises_gain(0.0, self._tasks, workers)
+
+    def is_settled(self, workers: int) -> bool:
+        """Whether these branches will run one after the other from now on, and nothing is left to be measured."""
+        return self._serial_for_ever or (self._contest.knows_one_by_one and not self.threaded(workers))
 
     def stay_serial(self) -> None:
         """Never use threads: these branches must run one after the other."""
@@ -102,23 +124,24 @@ def promises_gain(outside: float, tasks: Sequence[float], workers: int) -> bool:
 
 
 class Memory(Generic[Entry]):
-    """A bounded memory, by shape. Losing an entry costs a measurement, never a result."""
+    """A bounded memory, by shape. Losing an entry costs a measurement, never a result.
+
+    It has no lock: a collection of garbage may run other passes in the midst of these lines, and a process may be
+    forked there. Each line alone is atomic; what others do between two of them loses an entry at worst.
+    """
 
     def __init__(self, kind: Callable[[], Entry]) -> None:
         self._kind = kind
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._entries: dict[Hashable, Entry] = {}
 
     def entry(self, key: Hashable) -> Entry:
         """What is remembered of this shape, begun if it is new."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._entries[key] = self._kind()
-            self._entries.move_to_end(key)
-            if len(self._entries) > _REMEMBERED:
-                self._entries.popitem(last=False)
-            return entry
+        known = self._entries.pop(key, None)
+        entry = self._entries.setdefault(key, self._kind() if known is None else known)
+        if len(self._entries) > _REMEMBERED:
+            for oldest in list(self._entries)[:-_REMEMBERED]:
+                self._entries.pop(oldest, None)
+        return entry
 
 
 def shape_key(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], threads: int) -> Hashable:
@@ -132,4 +155,5 @@ def shape_key(branches: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], t
 
 def _identity(branch: Callable[..., Any]) -> Hashable:
     """A function by its code, which outlives a lambda made anew in every step; others as they are."""
-    return getattr(branch, "__code__", None) or id(branch)
+    # Modules have no code, and take long to say so.
+    return branch.__code__ if isinstance(branch, FunctionType | MethodType) else id(branch)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from scrimp._engine.graph import Graph, describe, record_graph
+from scrimp._engine.graph import Edge, Graph, describe, record_graph
 from scrimp._engine.order import torch_order
 from scrimp.errors import BranchError, GraphFreedError
 
@@ -99,15 +99,18 @@ def trace_branch(outputs: Sequence[Tensor], gates: Sequence[Gated]) -> Branch:
 
 def _up_to(graph: Graph, gates: frozenset[Node]) -> Graph:
     """The graph without what lies behind the gates."""
-    edges = {node: () if node in gates else following for node, following in graph.edges.items()}
-    reached: set[Node] = set()
+    edges: dict[Node, tuple[Edge, ...]] = {}
+    arriving = dict.fromkeys(graph.roots, 0)
     waiting = list(graph.roots)
     while waiting:
         node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting.extend(following for following, _ in edges[node])
-    return Graph(graph.roots, {node: edges[node] for node in edges if node in reached})
+        edges[node] = () if node in gates else graph.edges[node]
+        for following, _ in edges[node]:
+            if following not in arriving:
+                arriving[following] = 0
+                waiting.append(following)
+            arriving[following] += 1
+    return Graph(graph.roots, edges, arriving)
 
 
 def join(values: Sequence[Sequence[Tensor]], branches: Sequence[Branch], runner: Runner) -> list[list[Tensor]]:

@@ -28,6 +28,8 @@ class Graph:
 
     roots: tuple[Node, ...]
     edges: dict[Node, tuple[Edge, ...]]
+    arriving: dict[Node, int]
+    """For every node, how many gradients must have arrived before it can run."""
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -44,33 +46,28 @@ class Graph:
             if not edges and (leaf := getattr(node, "variable", None)) is not None
         ]
 
-    def in_degrees(self) -> dict[Node, int]:
-        """For every node, how many gradients must have arrived before it can run."""
-        degrees = dict.fromkeys(self.edges, 0)
-        for edges in self.edges.values():
-            for node, _ in edges:
-                degrees[node] += 1
-        return degrees
-
 
 def record_graph(roots: Sequence[Root]) -> Graph:
     """Walk from the roots to the leaves, visiting every node once."""
     starts = tuple(dict.fromkeys(node for root in roots if (node := node_of(root)) is not None))
-    edges: dict[Node, tuple[Edge, ...]] = dict.fromkeys(starts, ())
+    edges: dict[Node, tuple[Edge, ...]] = {}
+    arriving = dict.fromkeys(starts, 0)
     waiting = list(starts)
     while waiting:
         node = waiting.pop()
         following: Any = node.next_functions
         whole = True
         for after, _ in following:
-            if after is None:
+            if after in arriving:
+                arriving[after] += 1
+            elif after is None:
                 whole = False
-            elif after not in edges:
-                edges[after] = ()
+            else:
+                arriving[after] = 1
                 waiting.append(after)
         # Every node passes here, so the engine's own tuple is kept where it can be.
-        edges[node] = following if whole else tuple(edge for edge in following if edge[0] is not None)
-    return Graph(starts, edges)
+        edges[node] = following if whole else tuple([edge for edge in following if edge[0] is not None])
+    return Graph(starts, edges, arriving)
 
 
 def node_of(root: Root) -> Node | None:

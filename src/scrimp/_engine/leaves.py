@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scrimp._engine.graph import Graph, describe, record_graph
+from scrimp._engine.interrupted import undone
 from scrimp._engine.own_pass import OwnPass
 from scrimp.errors import LateGradientError
 
@@ -139,4 +140,4 @@ def reported_leaves(graph: Graph, callback: LeafCallback) -> Iterator[None]:
     try:
         yield
     finally:
-        leaves.close()
+        undone(leaves.close)

@@ -54,13 +54,16 @@ _LEAST_TENSORS = 2
 def memory_order(graph: Graph, usual: list[Node], other: list[Node]) -> list[Node]:
     """Of ``other`` and the greedy order the one with the lower predicted peak, if it gains enough."""
     sizes = measure(graph)
+    largest = max((size for facts in sizes.nodes.values() for size in facts.incoming), default=0)
+    before = predicted_peak(usual, graph, sizes)
+    least = max(_LEAST_GAIN * before, _LEAST_TENSORS * largest)
+    if before - sum(sizes.storages.values()) <= least:  # what the forward pass saved is there in any order
+        return usual
     peak, best = min(
         ((predicted_peak(order, graph, sizes), order) for order in (other, _greedy(graph, sizes))),
         key=lambda pair: pair[0],
     )
-    gain = predicted_peak(usual, graph, sizes) - peak
-    largest = max((size for facts in sizes.nodes.values() for size in facts.incoming), default=0)
-    return best if gain > max(_LEAST_GAIN * (gain + peak), _LEAST_TENSORS * largest) else usual
+    return best if before - peak > least else usual
 
 
 def measure(graph: Graph) -> Sizes:
@@ -189,7 +192,7 @@ def _add(ledger: _Ledger, held: int | None, token: int, size: int) -> int:
 
 def _greedy(graph: Graph, sizes: Sizes) -> list[Node]:
     """Of the ready nodes, take the one that frees most, net of the gradients that it is first to make."""
-    missing = graph.in_degrees()
+    missing = dict(graph.arriving)
     holders = sizes.holders.copy()
     begun: set[Edge] = set()
     ready: list[tuple[int, int, int, Node]] = []

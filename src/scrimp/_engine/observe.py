@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from scrimp._engine.interrupted import undone
 from scrimp._engine.own_pass import OwnPass
 from scrimp.errors import BackwardCancelledError
 
@@ -156,10 +157,15 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:
+            undone(self._unhook)
+        finally:
+            while self._begun:
+                self._begun.pop(0).end()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for observer in self._begun:
-            observer.end()
 
     def _before(self, node: Node) -> None:
         if not self._pass.runs(node):

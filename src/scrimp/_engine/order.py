@@ -7,13 +7,16 @@ along a topological order therefore make it follow that order; everything else t
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from torch.autograd.graph import Node
 
 from scrimp._engine.graph import Edge, Graph
+from scrimp._engine.interrupted import undone
 from scrimp._engine.memory_order import memory_order
 
 OrderName: TypeAlias = Literal["torch", "depth-first", "memory"]
@@ -27,7 +30,7 @@ _IMPOSED = 1 << 62
 
 
 def plan_order(graph: Graph, order: Order) -> list[Node] | None:
-    """The inner nodes in the sequence in which they shall run; ``None`` means PyTorch's own order.
+    """The inner nodes in the sequence in which they shall run; ``None`` where that is PyTorch's own.
 
     Leaves are not listed: PyTorch accumulates a leaf's gradient as soon as it is complete, in every order.
     """
@@ -35,16 +38,23 @@ def plan_order(graph: Graph, order: Order) -> list[Node] | None:
         case "torch":
             return None
         case "depth-first":
-            return depth_first(graph)
+            planned = depth_first(graph)
         case "memory":
-            return memory_order(graph, torch_order(graph), depth_first(graph))
+            planned = memory_order(graph, torch_order(graph), depth_first(graph))
         case _ if callable(order):
-            return by_priority(graph, order)
+            planned = by_priority(graph, order)
         case _:
             raise ValueError(
                 "order needs to be 'torch', 'depth-first', 'memory' or a function of a node, and is "
                 f"{order!r}. Next: pass one of these."
             )
+    return None if _falls(planned) else planned
+
+
+def _falls(order: Sequence[Node]) -> bool:
+    """Whether the numbers that the nodes have fall along ``order``: then PyTorch follows it without being told."""
+    numbers = [node._sequence_nr() for node in order]
+    return all(map(operator.gt, numbers, numbers[1:]))
 
 
 def torch_order(graph: Graph) -> list[Node]:
@@ -54,25 +64,28 @@ def torch_order(graph: Graph) -> list[Node]:
 
 def depth_first(graph: Graph) -> list[Node]:
     """Of the ready nodes, the one that became ready last: a branch is finished before the next is begun."""
-    missing = graph.in_degrees()
+    edges, missing = graph.edges, dict(graph.arriving)
     ready = sorted((node for node in graph.roots if not missing[node]), key=_number)
     order = []
     while ready:
         node = ready.pop()
-        edges = graph.edges[node]
-        if not edges:
+        following = edges[node]
+        if not following:
             continue
         order.append(node)
-        freed = _release(edges, missing)
-        if len(freed) > 1:
-            freed.sort(key=_number)
-        ready += freed
+        before = len(ready)
+        for after, _ in following:
+            left = missing[after] = missing[after] - 1
+            if not left:
+                ready.append(after)
+        if len(ready) > before + 1:
+            ready[before:] = sorted(ready[before:], key=_number)
     return order
 
 
 def by_priority(graph: Graph, priority: Priority) -> list[Node]:
     """Of the ready nodes, the one with the highest priority; of equals, the later forward operator."""
-    missing = graph.in_degrees()
+    missing = dict(graph.arriving)
     arrivals = iter(range(len(graph)))
     ready: list[tuple[float, int, int, Node]] = []
 
@@ -122,5 +135,9 @@ def imposed(order: Sequence[Node] | None) -> Iterator[None]:
             node._set_sequence_nr(number)
         yield
     finally:
-        for number, node in numbered:
-            node._set_sequence_nr(number)
+        undone(partial(_renumber, numbered))
+
+
+def _renumber(numbered: Sequence[tuple[int, Any]]) -> None:
+    for number, node in numbered:
+        node._set_sequence_nr(number)

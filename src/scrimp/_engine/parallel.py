@@ -82,6 +82,9 @@ def parallel(
     if trial.threaded(crew):
         with trial.timed():
             return _run_in_threads(branches, inputs, crew, threads)
+    if trial.is_settled(crew):
+        with intra_op_threads(threads):
+            return [branch(*inputs) for branch in branches]
     randomness = torch.get_rng_state()
     with intra_op_threads(threads):
         results = trial.timed_one_by_one([partial(branch, *inputs) for branch in branches])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Final
 
 HEAD: Final = -1
@@ -37,11 +36,27 @@ class Shape:
     ranked: tuple[int, ...]
     roots: tuple[int, ...]
     light: frozenset[int]
+    _order: tuple[int, ...] | None = field(default=None, init=False, compare=False)
+    _ranks: dict[int, int] | None = field(default=None, init=False, compare=False)
 
-    @cached_property
+    # Both are computed when they are first asked for. In Python 3.11 functools.cached_property would take a lock, and a
+    # process that another thread forks meanwhile would wait for that for ever.
+
+    @property
     def order(self) -> tuple[int, ...]:
         """The inner nodes in the order in which PyTorch runs them."""
-        return tuple(self.run_from(self.roots))
+        if self._order is None:
+            object.__setattr__(self, "_order", tuple(self.run_from(self.roots)))
+        assert self._order is not None
+        return self._order
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """For every node its place in ``ranked``."""
+        if self._ranks is None:
+            object.__setattr__(self, "_ranks", {node: rank for rank, node in enumerate(self.ranked)})
+        assert self._ranks is not None
+        return self._ranks
 
     def run_from(self, starts: Iterable[int]) -> Iterator[int]:
         """Play a pass: of the inner nodes that are ready, the latest operator."""
@@ -54,7 +69,7 @@ class Shape:
                     missing[target] = 0
                     waiting.append(target)
                 missing[target] += 1
-        ready = [(-self._ranks[node], node) for node in starts if not missing[node] and self.edges[node]]
+        ready = [(-self.ranks[node], node) for node in starts if not missing[node] and self.edges[node]]
         heapq.heapify(ready)
         while ready:
             node = heapq.heappop(ready)[1]
@@ -62,11 +77,7 @@ class Shape:
             for _, target, _ in self.edges[node]:
                 missing[target] -= 1
                 if not missing[target] and self.edges[target]:
-                    heapq.heappush(ready, (-self._ranks[target], target))
-
-    @cached_property
-    def _ranks(self) -> dict[int, int]:
-        return {node: rank for rank, node in enumerate(self.ranked)}
+                    heapq.heappush(ready, (-self.ranks[target], target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,7 @@ def splits(shape: Shape) -> Iterator[Split]:
             yield split
         if not border:
             return
-        _take(shape, max(border, key=shape._ranks.__getitem__), head, border, arrived)
+        _take(shape, max(border, key=shape.ranks.__getitem__), head, border, arrived)
 
 
 def _take_light(shape: Shape, head: set[int], border: list[int], arrived: dict[int, int]) -> None:

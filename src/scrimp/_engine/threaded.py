@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import inf
-from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
+from scrimp._engine.clock import Clock
 from scrimp._engine.cost import Contest, Memory, predicted_seconds, promises_gain
 from scrimp._engine.graph import Graph, Root, describe, node_of, record_graph, shape_at
+from scrimp._engine.interrupted import undone
 from scrimp._engine.numbered import shape_of
-from scrimp._engine.observe import Gradients, Observer, Watch
+from scrimp._engine.observe import Gradients, Watch
 from scrimp._engine.order import imposed
+from scrimp._engine.own_pass import OwnPass
 from scrimp._engine.split import Crossing, Part, Shape, Split, splits
 from scrimp._engine.workers import Workers, can_be_threaded, crew_of, run_tasks
 from scrimp.errors import BackwardError
@@ -34,7 +35,7 @@ from scrimp.errors import BackwardError
 # Runs a pass: from these roots, with these gradients.
 Pass: TypeAlias = Callable[[Sequence[Root], Sequence[Tensor | None]], None]
 
-_GLANCE = 6
+_GLANCE = 4
 # Beginning and ending a pass of PyTorch's engine: about this, on a 2-core x86-64 CPU.
 _SECONDS_PER_PART = 100e-6
 # Graphs that look alike at a glance and differ further down are learned anew, so often.
@@ -45,10 +46,13 @@ def run_pass(run: Pass, roots: Sequence[Root], gradients: Sequence[Tensor | None
     """Run the pass: branches in threads where that is possible and, with ``"auto"``, faster; else just ``run``."""
     threads = torch.get_num_threads()
     crew = crew_of(workers, threads)
-    if crew < 2 or not _possible(roots):
+    if crew < 2 or not roots:
         run(roots, gradients)
         return
     known = _memory.entry((_glance(roots), threads, crew, workers))
+    if known.is_settled or not _possible(roots):
+        run(roots, gradients)
+        return
     if not known.wants_to_know:
         with known.contest.timed(threaded=False):
             run(roots, gradients)
@@ -73,6 +77,11 @@ class _Known:
         self._learned = 0
 
     @property
+    def is_settled(self) -> bool:
+        """Whether such passes will stay whole from now on, and nothing is left to be measured."""
+        return not self.wants_to_know and (self._cut is None or self.contest.knows_one_by_one)
+
+    @property
     def wants_to_know(self) -> bool:
         """Whether the next pass has to look at its graph: to learn from it, or to run it in threads."""
         return not self._learned or (self._cut is not None and (self._always or self.contest.threaded))
@@ -95,7 +104,7 @@ class _Known:
         if shape is None or self._learned >= _MOST_SHAPES:
             run()
         else:
-            clock = _Clock()
+            clock = Clock()
             with Watch(list(graph), [clock]):
                 run()
             if not (clock.saw_python or clock.saw_nothing):
@@ -127,65 +136,24 @@ def _possible(roots: Sequence[Root]) -> bool:
         and torch._C._current_graph_task_id() == -1
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         and sys.getprofile() is None
-        and bool(roots)
         and all(node_of(root) is not None for root in roots)
     )
 
 
 def _glance(roots: Sequence[Root]) -> Hashable:
-    """Names and shapes at the beginning of the pass: cheap, and rarely equal for graphs that differ."""
+    """Names, and a shape at both ends, at the beginning of the pass: cheap, and rarely equal for graphs that differ."""
     seen: list[Hashable] = [len(roots)]
     for end in (0, -1):
-        node = node_of(roots[0])
+        node = after = node_of(roots[0])
         for _ in range(_GLANCE):
-            if node is None:
+            if after is None:
                 break
-            seen += [node.name(), shape_at(node, 0) if node._input_metadata else None]
-            following = [after for after, _ in node.next_functions if after is not None]
-            node = following[end] if following else None
+            node = after
+            seen.append(node.name())
+            following = node.next_functions
+            after = following[end][0] if following else None
+        seen.append(shape_at(node, 0) if node is not None and node._input_metadata else None)
     return tuple(seen)
-
-
-class _Clock(Observer):
-    """Times every node, and notices when Python code runs in the pass.
-
-    Hooks, custom Functions and checkpoints may ask about the pass as a whole, or want to be called one after the
-    other: such a pass stays in one piece.
-    """
-
-    _OURS = frozenset({"scrimp._engine.observe", "scrimp._engine.own_pass", __name__})
-
-    def __init__(self) -> None:
-        self.seconds: dict[Node, float] = {}
-        self.saw_python = False
-        self.saw_nothing = False
-        self._running = False
-        self._start = 0.0
-
-    def begin(self, total: int) -> None:
-        """Look out for Python code, in this thread: that is where the CPU's nodes run."""
-        sys.setprofile(self._look)
-
-    def before(self, node: Node) -> None:
-        """Start the node's clock."""
-        self._running = True
-        self._start = time.perf_counter()
-
-    def after(self, node: Node, made: Gradients, received: Gradients) -> None:
-        """Stop the node's clock."""
-        self.seconds[node] = time.perf_counter() - self._start
-        if any(gradient is None for gradient, edge in zip(made, node.next_functions, strict=False) if edge[0]):
-            self.saw_nothing = True
-
-    def end(self) -> None:
-        """Look no longer."""
-        sys.setprofile(None)
-
-    def _look(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_return" and getattr(arg, "__name__", "") == "run_backward":
-            self._running = False
-        elif event == "call" and self._running and frame.f_globals.get("__name__") not in self._OURS:
-            self.saw_python = True
 
 
 class _PartDone(Exception):  # noqa: N818 - no error
@@ -199,8 +167,8 @@ class _Parts:
         self._nodes = nodes
         self._run = run
         self._made: dict[tuple[int, int], Tensor | None] = {}
-        # Leaves belong to other graphs as well: what other threads do with them meanwhile is not this pass.
-        self._threads: set[int] = set()
+        # By thread. Leaves belong to other graphs as well: what other passes do with them meanwhile is not this one.
+        self._passes: dict[int, OwnPass] = {}
         self._handles: list[RemovableHandle] = []
 
     def run_all(self, split: Split, run_head: Callable[[], None], crew: int, threads: int) -> None:
@@ -216,12 +184,24 @@ class _Parts:
             run_tasks(tasks, crew, threads)
             self._run_part(split.tail)
         finally:
-            for handle in self._handles:
-                handle.remove()
+            undone(self._unhook)
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _until_done(self, run: Callable[[], None]) -> None:
-        self._threads.add(threading.get_ident())
-        _until_done(run)
+        thread = threading.get_ident()
+        self._passes[thread] = OwnPass()
+        try:
+            _until_done(run)
+        finally:
+            del self._passes[thread]
+
+    def _runs(self, node: int) -> bool:
+        """Whether it is a part of this pass that runs ``node`` now."""
+        own = self._passes.get(threading.get_ident())
+        return own is not None and own.runs(self._nodes[node])
 
     def _run_part(self, part: Part) -> None:
         edges, gradients = [], []
@@ -241,7 +221,7 @@ class _Parts:
             wanted.setdefault(crossing.source, []).append(crossing.index)
 
         def note(source: int, made: Gradients, received: Gradients) -> None:
-            for index in wanted[source] if threading.get_ident() in self._threads else ():
+            for index in wanted[source] if self._runs(source) else ():
                 self._made[source, index] = made[index]
 
         for source in wanted:
@@ -252,7 +232,7 @@ class _Parts:
         left = set(part.last)
 
         def done(node: int, made: Gradients, received: Gradients) -> None:
-            if threading.get_ident() in self._threads:
+            if self._runs(node):
                 left.discard(node)
                 if not left:
                     raise _PartDone

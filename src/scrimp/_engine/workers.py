@@ -16,6 +16,9 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.overrides import _len_torch_function_stack  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
+from scrimp._engine.garbage import no_collections
+from scrimp._engine.interrupted import interrupts_later
+
 T = TypeVar("T")
 Workers: TypeAlias = int | Literal["auto"]
 
@@ -130,72 +133,80 @@ def run_tasks(tasks: Sequence[Callable[[], T]], workers: int, threads: int) -> l
     Tasks are begun in sequence. After an error none is begun; those that run end; then the error of the first
     task that has one is raised. All threads have ended when this returns or raises, Ctrl-C included.
     """
-    crew = _Crew(tasks)
-    surroundings = Surroundings.here(threads)
-    others = [
-        threading.Thread(target=crew.work_as, args=(surroundings,), name=f"scrimp-branch-{index}")
-        for index in range(1, min(workers, len(tasks)))
-    ]
-    with intra_op_threads(threads):
-        try:
-            for thread in others:
-                thread.start()
-            crew.work()
-        except BaseException:
-            crew.stopped.set()
-            raise
-        finally:
-            crew.wait_for(others)
+    crew = _Crew(tasks, Surroundings.here(threads))
+    with intra_op_threads(threads), no_collections():
+        crew.run(min(workers, len(tasks)) - 1)
     crew.raise_first_error()
     return [crew.results[index] for index in range(len(tasks))]
 
 
 class _Crew:
-    """The tasks, and what became of them."""
+    """The tasks, the threads that run them beside the calling one, and what became of the tasks.
 
-    def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
+    Ctrl-C may come between any two lines in the calling thread. So nothing here is guarded by locks of
+    :mod:`threading` (an interrupted ``Event.set`` can leave its lock taken for ever), and ``Thread.join`` is not relied
+    on: interrupted, it takes a thread that runs for one that has ended (Python 3.11).
+    """
+
+    def __init__(self, tasks: Sequence[Callable[[], Any]], surroundings: Surroundings) -> None:
         # A context cannot be entered by two threads at once: a copy for each task.
         self._tasks = [(contextvars.copy_context(), task) for task in tasks]
+        self._surroundings = surroundings
         self._next = itertools.count()
-        self.stopped = threading.Event()
-        self.results: dict[int, Any] = {}
+        self._stopped = False
+        self._helpers: list[_Helper] = []
         self._errors: dict[int, BaseException] = {}
+        self.results: dict[int, Any] = {}
 
-    def work(self, caught: type[BaseException] = Exception) -> None:
+    def run(self, helpers: int) -> None:
+        """Run the tasks, beside so many other threads; whatever is raised here is raised when these have ended."""
+        failure: BaseException | None = None
+        waiting = True
+        try:
+            while waiting:
+                try:  # the only one, for all: between two, an interrupt would leave threads behind
+                    if failure is None:
+                        self._start(helpers)
+                        self._work()
+                    for helper in self._helpers:
+                        helper.wait()
+                    waiting = False
+                except BaseException as error:
+                    self._stopped = True
+                    failure = error
+            if failure is not None:
+                raise failure
+        finally:
+            # Or these and this object, the error and this frame, would keep each other and all that ran alive.
+            self._helpers.clear()
+            del failure
+
+    def _start(self, helpers: int) -> None:
+        for index in range(1, helpers + 1):
+            helper = _Helper(self._work_beside, f"scrimp-branch-{index}")
+            self._helpers.append(helper)
+            helper.start()
+
+    def _work(self, caught: type[BaseException] = Exception) -> None:
         """Take tasks until none is left; errors of the kind ``caught`` are kept for the end."""
-        while not self.stopped.is_set() and (index := next(self._next)) < len(self._tasks):
+        while not self._stopped and (index := next(self._next)) < len(self._tasks):
             context, task = self._tasks[index]
             try:
                 self.results[index] = context.run(task)
             except caught as error:
                 self._errors[index] = error
-                self.stopped.set()
+                self._stopped = True
 
-    def work_as(self, surroundings: Surroundings) -> None:
+    def _work_beside(self) -> None:
         """The same, in a thread of its own, where nobody else would see what is raised."""
+        if self._stopped:
+            return
         try:
-            with surroundings.applied():
-                self.work(BaseException)
+            with self._surroundings.applied():
+                self._work(BaseException)
         except BaseException as error:
             self._errors[len(self._tasks)] = error
-            self.stopped.set()
-
-    def wait_for(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait until all that were started have ended; an interrupt ends the waiting only after that."""
-        interrupt: KeyboardInterrupt | None = None
-        for thread in threads:
-            # An interrupt may have come before this one was started, or while it was: then it has no task to do.
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except KeyboardInterrupt as error:
-                    self.stopped.set()
-                    interrupt = error
-        try:
-            if interrupt is not None:
-                raise interrupt
-        finally:
-            del interrupt  # or its traceback, and this frame, would keep each other and all that ran alive
+            self._stopped = True
 
     def raise_first_error(self) -> None:
         """Tasks are begun in sequence, so which error is the first does not depend on timing."""
@@ -205,3 +216,28 @@ class _Crew:
                 raise errors[min(errors)]
         finally:
             errors.clear()  # as above
+
+
+class _Helper:
+    """A thread that can be waited for again when the waiting was interrupted."""
+
+    def __init__(self, run: Callable[[], None], name: str) -> None:
+        self._run = run
+        self._at_work = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=name)
+
+    def start(self) -> None:
+        """Begin. An interrupt within ``Thread.start`` can leave the new thread waiting for ever: it comes after it."""
+        with interrupts_later():
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until it has ended, if it runs."""
+        with self._at_work:  # a thread that is not here yet will find no task to do
+            pass
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _work(self) -> None:
+        with self._at_work:
+            self._run()

@@ -31,7 +31,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.outside = outside
         self.since = sequence_number()
-        """Nodes of autograd's graph with smaller numbers are older than the loop."""
+        """Nodes of autograd's graph with smaller numbers are older than the loop, or than the step that runs again."""
         self.finished = False
         """The loop is over: what steps touch now, as they run again, must be known already."""
         self.varies = False
@@ -52,6 +52,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         ``given`` are the arguments of the next step.
         """
+        if self.finished:
+            # Backward may run in another thread, as it does on a GPU, and each thread numbers its nodes on its own.
+            self.since = sequence_number()
         for address, ref in self._met.items():
             if ref() is None:
                 self.outside.forget(address)  # it lived for one step only, as torch.from_numpy(x) does

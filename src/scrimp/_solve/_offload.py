@@ -4,7 +4,8 @@ Where a value waits changes the bytes of moments and the seconds of waits, but n
 are known without simulating, and a schedule is made in three passes. Values are **chosen** at an even pace over the
 forward pass, so that the link is never idle and never late. They are **timed**: each goes when its copy is done, and
 comes back as late as still hides. Where bytes are over the budget nevertheless, they are **pressed**: freed sooner or
-fetched later, at the price of a wait.
+fetched later, at the price of a wait. Where there is room, they are **loosened**: freed later and fetched sooner than
+they need be, since a link, and a step, are never just as fast as a trace says.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from .._index import Index
 from .._pieces import pieces_for
 from .._plan import Decision, Drop, Keep, Store
 from .._simulate import Timeline, fixed_values, hold_ends, simulate_index
+from .._trace import Unpack
 
 __all__ = ["Offload"]
 
 _FINEST = 512  # a value smaller than this part of the bytes over budget is not worth a copy
 _PACES = (0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 16.0)  # of the link's: what is faster waits
 _HALVINGS = 4
+_SLACK = 0.05  # of the step: so much sooner a copy may come back than it is needed, and so much later it may go
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Offload:
             begin + op.seconds for begin, op in zip(self.timeline.begins[: self._ops], facts.trace.ops, strict=True)
         ]
         self._begins: list[float] = self.timeline.begins.tolist()
+        self._noticed = _noticed_moments(facts)
+        self._noticed_begins = [self._time_of(moment) for moment in self._noticed]
         self._candidates = self._find_candidates()
 
     def within(self, budget: int) -> dict[int, Decision] | None:
@@ -103,7 +108,7 @@ class Offload:
                         before = middle
                     else:
                         pace, trips = middle, slower
-                return self._decided(self._pruned(trips, budget))
+                return self._loosest(self._pruned(trips, budget), budget)
             before = pace
         return None
 
@@ -162,8 +167,8 @@ class Offload:
         return self._begins[moment] if moment < self.facts.moments else self.timeline.seconds
 
     def _last_begin(self, second: float) -> int:
-        """The last moment of backward that begins by then."""
-        return max(bisect_right(self._begins, second) - 1, self._ops)
+        """The last moment of backward that begins by then and that a session notices."""
+        return self._noticed[max(bisect_right(self._noticed_begins, second) - 1, 0)]
 
     # -- schedules --------------------------------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class Offload:
                 if moment < self._ops:
                     trip.free_at = moment - 1
                 else:
-                    trip.fetch_at = moment + 1
+                    trip.fetch_at = self._noticed_after(moment, trip.what.need)
                 levels[trip.away] -= trip.what.size
                 excess = int(levels[moment]) - budget
                 if excess <= 0:
@@ -222,6 +227,11 @@ class Offload:
             if excess > 0:
                 return False
         return True
+
+    def _noticed_after(self, moment: int, need: int) -> int:
+        """The first moment after this one that a session notices, or the one at which it needs the value."""
+        later = bisect_right(self._noticed, moment)
+        return min(self._noticed[later], need) if later < len(self._noticed) else need
 
     def _movable(self, trips: list[_Trip], moment: int) -> list[_Trip]:
         """The trips that could be away at a moment and are not, those first that wait least."""
@@ -243,9 +253,54 @@ class Offload:
                 needed.append(trip)
         return needed
 
+    def _loosest(self, trips: Sequence[_Trip], budget: int) -> dict[int, Decision]:
+        """The decisions with as much slack as the budget has room for, if that costs no time."""
+        tight = self._decided(trips)
+        self._loosen(trips, budget)
+        loose = self._decided(trips)
+        before, after = (simulate_index(self.facts, decisions) for decisions in (tight, loose))
+        return loose if after.peak <= max(before.peak, budget) and after.seconds <= before.seconds else tight
+
+    def _loosen(self, trips: Sequence[_Trip], budget: int) -> None:
+        """Free later and fetch sooner, in the same order, without going over the budget at any moment."""
+        levels = self.timeline.levels.copy()
+        for trip in trips:
+            levels[trip.away] -= trip.what.size
+        slack = _SLACK * self.timeline.seconds
+        earliest = self._ops
+        for trip in sorted((trip for trip in trips if trip.what.returns), key=lambda trip: trip.fetch_at):
+            wanted = max(self._last_begin(self._time_of(trip.fetch_at) - slack), earliest, trip.away.start)
+            sooner = self._noticed[bisect_left(self._noticed, wanted) : bisect_left(self._noticed, trip.fetch_at)]
+            for moment in reversed(sooner):
+                between = slice(moment, trip.fetch_at)
+                if levels[between].max() + trip.what.size > budget:
+                    break
+                levels[between] += trip.what.size
+                trip.fetch_at = moment
+            earliest = max(earliest, trip.fetch_at)
+        for trip in trips:
+            wanted = min(bisect_left(self._op_ends, self._op_ends[trip.free_at] + slack), self._ops - 1)
+            while trip.free_at < wanted:
+                grows_by = trip.what.size if trip.free_at + 1 > trip.what.held_until else 0
+                if levels[trip.free_at + 1] + grows_by > budget:
+                    break
+                trip.free_at += 1
+                levels[trip.free_at] += grows_by
+
     def _decided(self, trips: Sequence[_Trip]) -> dict[int, Decision]:
         decisions = dict.fromkeys(self.facts.decided, Keep()) | dict(self._decisions)
         last = len(self.facts.trace.events) - 1
         for trip in trips:
             decisions[trip.what.value] = Store(trip.free_at, min(max(trip.fetch_at - self._ops, 0), last))
         return decisions
+
+
+def _noticed_moments(facts: Index) -> list[int]:
+    """The moments of backward at which a session can begin a copy: when it unpacks a value that it recognises."""
+    trace, first = facts.trace, len(facts.trace.ops)
+    noticed = []
+    for moment, event in enumerate(trace.events, start=first):
+        op = trace.values[event.value].op if isinstance(event, Unpack) else None
+        if op is not None and trace.ops[op].replayable:
+            noticed.append(moment)
+    return noticed or [first]

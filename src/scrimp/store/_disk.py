@@ -192,10 +192,13 @@ class DiskCopy(Copy):
                     self._memory = Memory([piece.clone() for piece in self._memory.pieces])
 
     def approach(self) -> None:
-        if self._read is not None:
-            if self.device.type == "cuda" and self._read.future.done() and not self._read.future.exception():
-                self._disk._landing_of(self)
-        elif self._memory is None:
+        if self._read is None:
+            self._begin_to_read()
+        elif self.device.type == "cuda" and self._read.future.done() and not self._read.future.exception():
+            self._disk._landing_of(self)
+
+    def _begin_to_read(self) -> None:
+        if self._read is None and self._memory is None:
             memory = self._disk._memory_for(self.nbytes, self.device)
             checksum = self._write.result().checksum
             self._read = _Job(self._disk._reader.submit(_read_after, self._path, memory, self.nbytes, checksum), memory)
@@ -205,12 +208,12 @@ class DiskCopy(Copy):
             self.see_to_write()
 
     def set_out(self) -> None:
-        self.approach()
+        self.approach()  # to wait for the disk would hold up the host
 
     def come(self) -> Landing:
         if self._memory is not None:
             return self._disk._lanes.land(self._memory, self.nbytes, self.device)
-        self.approach()
+        self._begin_to_read()
         assert self._read is not None
         job, self._read = self._read, None
         start = time.perf_counter()
