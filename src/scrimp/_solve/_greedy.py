@@ -29,7 +29,8 @@ def reduce(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
     over = np.concatenate([[0], np.cumsum(state.levels > budget)])
     queue: list[tuple[float, int]] = []
     for value in candidates:
-        start, end = facts.natural_end[value] + 1, min(state.needed_until(value) + 1, facts.moments)
+        last = facts.last_release[value] if facts.saved_at[value] >= 0 else state.needed_until(value)
+        start, end = facts.natural_end[value] + 1, min(last + 1, facts.moments)
         if state.is_kept(value) and start < end and (moments := int(over[end] - over[start])):
             freed = min(facts.size[value] * moments, excess)
             seconds = facts.trace.ops[facts.owner[value]].seconds
