@@ -107,6 +107,18 @@ def test_plan_saves_the_plan_and_the_trace(step: str) -> None:
     assert scrimp.Plan.load("again.json") == saved
 
 
+def test_plan_may_use_stores(step: str) -> None:
+    """With ``--host`` and ``--disk`` the plan is that of the function with both."""
+    stores = ["--host", "1MiB", "--disk", str(3 << 20)]
+    saved = ["--save", "plan.json", "--save-trace", "trace.json"]
+    result = CliRunner().invoke(app, ["plan", f"{step}:make", "-b", "2MiB", *stores, *saved])
+    assert result.exit_code == 0, result.output
+    assert "stored" in result.output
+    trace = scrimp.planning.Trace.load("trace.json")
+    assert scrimp.Plan.load("plan.json") == scrimp.plan(trace, "2MiB", host="1MiB", disk="3MiB")
+    assert scrimp.Plan.load("plan.json").bound_seconds < scrimp.plan(trace, "2MiB").bound_seconds
+
+
 def test_plan_takes_fractions_of_the_machine(step: str) -> None:
     """A budget of 0.5 is half of the machine's memory."""
     result = CliRunner().invoke(app, ["plan", f"{step}:make", "-b", "0.5", "--machine", "t4"])

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -26,7 +26,7 @@ from scrimp._roofline import META, Clock, EndlessError, FusedKernels, MachineMet
 from scrimp._scope import Control
 from scrimp._step_recorder import StepHooks, StepRecorder
 from scrimp._trace import Resident, Trace
-from scrimp._tracing import StepMode, go_backward, module_paths
+from scrimp._tracing import StepMode, dismantle, go_backward, module_paths
 from scrimp.errors import TraceError, TraceWarning
 from scrimp.policy import EveryN, KeepAll
 
@@ -128,7 +128,7 @@ def follow(
     try:
         with clock:
             module = fn if isinstance(fn, nn.Module) else None
-            around(lambda: _record(recorder, module, lambda: loss_of(fn(*args, **kwargs)), kernels()))
+            around(lambda: dismantle(_record(recorder, module, lambda: loss_of(fn(*args, **kwargs)), kernels())))
     finally:
         recorder.close()
     trace = recorder.draft.finished(meter, _resident(parts, machine))
@@ -194,7 +194,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _record(
     recorder: StepRecorder, module: nn.Module | None, step: Callable[[], Tensor], kernels: TorchFunctionMode
-) -> None:
+) -> list[Node]:
     hooks, mode = StepHooks(recorder, recorder.limiter), StepMode(recorder)
     with mode, kernels, META:  # in backward, too: a checkpoint of PyTorch's runs forward code there
         recorder.inside = True
@@ -202,7 +202,7 @@ def _record(
             loss = step()
         recorder.inside = False
         recorder.draft.spans.append((0, len(recorder.draft.ops)))
-        go_backward(loss, recorder)
+        return go_backward(loss, recorder)
 
 
 # -- descriptions --

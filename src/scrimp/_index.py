@@ -37,6 +37,7 @@ class Index:
         releases: per value, the moments at which handles of it are released.
         decided: the values that a plan decides about: saved, and made during the step.
         droppable: those among them that can be replayed.
+        holdable: the values that nobody saves, but that a plan may keep for replays to start from.
     """
 
     trace: Trace
@@ -55,6 +56,7 @@ class Index:
     releases: list[list[int]]
     decided: tuple[int, ...]
     droppable: frozenset[int]
+    holdable: frozenset[int]
 
 
 def index(trace: Trace) -> Index:
@@ -108,6 +110,25 @@ def index(trace: Trace) -> Index:
         releases=releases,
         decided=decided,
         droppable=frozenset(value for value in decided if replayable[owner[value]]),
+        holdable=_holdable(trace, size, saved_at, readers, replayable),
+    )
+
+
+def _holdable(
+    trace: Trace, size: list[int], saved_at: list[int], readers: list[list[int]], replayable: list[bool]
+) -> frozenset[int]:
+    """What is not replayable itself is held wherever a replay starts from it; what is overwritten cannot be."""
+    overwritten = {value.overwrites for value in trace.values}
+    return frozenset(
+        number
+        for number, value in enumerate(trace.values)
+        if value.op is not None
+        and size[number]
+        and saved_at[number] == NEVER
+        and value.dies_after is not None
+        and number not in overwritten
+        and replayable[value.op]
+        and any(replayable[reader] for reader in readers[number])
     )
 
 

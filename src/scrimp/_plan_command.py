@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from scrimp._budget import Budget, format_bytes, parse_budget
 from scrimp._fake_trace import trace_on
 from scrimp._machine import Machine
-from scrimp._plan import Drop, Plan
+from scrimp._plan import Drop, Keep, Plan, Store
 from scrimp._solve import frontier, plan
 from scrimp._trace import Trace
 from scrimp.errors import TraceError
@@ -55,27 +56,36 @@ def read_budget(text: str, machine: Machine) -> int:
     return parse_budget(budget, capacity=machine.memory)
 
 
-def plans_for(trace: Trace, budgets: Sequence[int], points: int) -> tuple[Plan, ...]:
+def read_tier(text: str | None) -> int | None:
+    """Bytes of a store as they are typed: a size or bytes; nothing where there is none."""
+    if text is None:
+        return None
+    return parse_budget(int(text) if text.isdecimal() else text)
+
+
+def plans_for(
+    trace: Trace, budgets: Sequence[int], points: int, host: int | None = None, disk: int | None = None
+) -> tuple[Plan, ...]:
     """A plan for each budget; without any, the frontier."""
-    return tuple(plan(trace, budget) for budget in budgets) or frontier(trace, points)
+    plans = tuple(plan(trace, budget, host=host, disk=disk) for budget in budgets)
+    return plans or frontier(trace, points, host=host, disk=disk)
 
 
 def table_of(trace: Trace, plans: Sequence[Plan]) -> Table:
     """Peak against time."""
-    table = Table("budget", "peak", "time", "over plain", "no plan below", "kept", "dropped")
+    table = Table("budget", "peak", "time", "over plain", "no plan below", "kept", "dropped", "stored")
     for column in table.columns:
         column.justify = "right"
     plain = plans[0].plain_seconds
     for made in plans:
-        dropped = sum(isinstance(decision, Drop) for decision in made.decisions.values())
+        kinds = Counter(type(decision) for decision in made.decisions.values())
         table.add_row(
             format_bytes(made.budget),
             format_bytes(made.peak),
             f"{made.seconds * 1e3:.1f} ms",
             f"{made.added_seconds / plain:+.1%}",
             f"{made.bound_seconds / plain - 1:+.1%}",
-            str(len(made.decisions) - dropped),
-            str(dropped),
+            *(str(kinds[kind]) for kind in (Keep, Drop, Store)),
         )
     resident = ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in trace.resident)
     table.caption = f"{len(trace.ops)} operators; there before the step: {resident or 'nothing'}"

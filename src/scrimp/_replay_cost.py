@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._index import Index
 
 __all__ = ["ReplayCost", "needed_ops", "replay_cost"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayCost:
+class ReplayCost(NamedTuple):
     """A replay, as the timeline sees it.
 
     Attributes:
@@ -27,23 +26,24 @@ class ReplayCost:
 
 def needed_ops(index: Index, target: int, is_present: Callable[[int], bool]) -> tuple[list[int], set[int]]:
     """The ops, in forward order, that compute ``target`` from present values; and those values."""
+    owner, reads = index.owner, index.reads  # this and what follows are where planning spends its time
     needed: set[int] = set()
     starts: set[int] = set()
     seen = {target}
-    stack = [target]
+    stack = [owner[target]]
     while stack:
-        op = index.owner[stack.pop()]
+        op = stack.pop()
         if op in needed:
             continue
         needed.add(op)
-        for value in index.reads[op]:
+        for value in reads[op]:
             if value in seen:
                 continue
             seen.add(value)
             if is_present(value):
                 starts.add(value)
             else:
-                stack.append(value)
+                stack.append(owner[value])
     return sorted(needed), starts
 
 
@@ -54,17 +54,20 @@ def replay_cost(index: Index, ops: list[int], starts: Container[int], remaining:
     others, because a version that is saved, or that cannot be replayed, is not overwritten before a
     replayable op.
     """
-    size, owner_trace = index.size, index.trace
-    last_use = {value: op for op in ops for value in index.reads[op] if value not in starts}
+    size, reads, outputs, fresh, trace_ops = index.size, index.reads, index.outputs, index.fresh, index.trace.ops
+    last_use = {value: op for op in ops for value in reads[op] if value not in starts}
     level = peak = 0
     seconds = 0.0
     for op in ops:
-        seconds += owner_trace.ops[op].seconds
-        peak = max(peak, level + index.fresh[op] + owner_trace.ops[op].transient)
-        for value in index.outputs[op]:
+        made = trace_ops[op]
+        seconds += made.seconds
+        high = level + fresh[op] + made.transient
+        if high > peak:
+            peak = high
+        for value in outputs[op]:
             if value in last_use or value in remaining:
                 level += size[value]
-        for value in index.reads[op]:
-            if last_use.get(value) == op and value not in remaining:
+        for value in reads[op]:
+            if value not in starts and last_use[value] == op and value not in remaining:
                 level -= size[value]
     return ReplayCost(seconds, peak, level)

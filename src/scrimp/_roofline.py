@@ -164,7 +164,7 @@ def _seconds(on: Machine, func: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 @final
 class FusedKernels(TorchFunctionMode):
-    """Has attention and dropout call the fused kernels of GPUs; ``meta`` would spell them out, with all between."""
+    """Has attention, dropout and RMS norm call the fused kernels of GPUs; ``meta`` would spell them out."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -174,6 +174,8 @@ class FusedKernels(TorchFunctionMode):
             return attention(*args, **kwargs)
         if func is nn.functional.dropout:
             return _dropout(*args, **kwargs)
+        if func is nn.functional.rms_norm:
+            return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -181,6 +183,15 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if not training or not p or inplace:
         return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
     return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Do what is like the fused kernel, which ``meta`` lacks: a layer norm saves the same and the mean of each row."""
+    if weight is not None and weight.dtype is not input.dtype:  # on GPUs, too, this is spelled out
+        return torch.rms_norm(input, list(normalized_shape), weight, eps)
+    return torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 0.0)[0]
 
 
 def attention(

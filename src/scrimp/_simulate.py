@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +18,13 @@ from numpy.typing import NDArray
 from ._index import Index, index
 from ._plan import Decision, Drop, Keep, Plan, Store
 from ._replay_cost import needed_ops, replay_cost
-from ._trace import Release, Run, Trace, Unpack
+from ._trace import Run, Trace, Unpack
 from .errors import PlanError
 
 __all__ = ["Span", "Timeline", "check_decisions", "hold_ends", "simulate", "simulate_index", "starts_unsaved"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A value's bytes are there at the start of every moment ``t`` with ``after < t <= until``."""
 
     value: int
@@ -102,6 +102,8 @@ def check_decisions(facts: Index, decisions: Mapping[int, Decision]) -> None:
     """Raise ``PlanError`` unless every decision can be carried out."""
     trace, decided = facts.trace, set(facts.decided)
     for value, decision in decisions.items():
+        if value in facts.holdable and isinstance(decision, Keep):
+            continue
         if value not in decided:
             raise PlanError(f"value {value} is not saved, or was there before the step: a plan leaves it out.")
         match decision:
@@ -130,11 +132,13 @@ def fixed_values(facts: Index, decisions: Mapping[int, Decision]) -> list[bool]:
     fixed = [owner < 0 or not facts.replayable[owner] for owner in facts.owner]
     for value in facts.decided:
         fixed[value] = not isinstance(decisions.get(value), Drop)
+    for value in facts.holdable & decisions.keys():
+        fixed[value] = isinstance(decisions[value], Keep)
     return fixed
 
 
 def starts_unsaved(facts: Index, decisions: Mapping[int, Decision]) -> set[int]:
-    """The values that autograd does not save but a replay starts from, since nothing can bring them back."""
+    """The values that autograd does not save but a replay starts from: kept by the plan, or not replayable."""
     fixed = fixed_values(facts, decisions)
     ends = hold_ends(facts, fixed)
     return {
@@ -193,12 +197,11 @@ class _Machine:
                 self.spans.append(Span(value, owner, self._forward_end(value)))
 
     def _forward_end(self, value: int) -> int:
-        match self.decisions.get(value, Keep()):
-            case Store(free_at, _):
-                return max(self.facts.natural_end[value], free_at)
-            case Keep() if self.fixed[value]:
-                return max(self.facts.natural_end[value], self.ends[value])
-        return self.facts.natural_end[value]
+        natural = self.facts.natural_end[value]
+        decision = self.decisions.get(value)
+        if isinstance(decision, Store):
+            return max(natural, decision.free_at)
+        return max(natural, self.ends[value]) if self.fixed[value] else natural
 
     def backward(self) -> None:
         first = len(self.facts.trace.ops)
@@ -208,17 +211,15 @@ class _Machine:
                 prefetches.setdefault(first + decision.prefetch_at, []).append(value)
         for moment, event in enumerate(self.facts.trace.events, start=first):
             self.begins[moment] = self.now
-            for value in sorted(prefetches.get(moment, ()), reverse=True):  # backward needs the latest first
-                if moment <= self.ends[value]:
-                    self._fetch(value, moment)
-            match event:
-                case Run():
-                    self.now += event.seconds
-                    self.inner[moment] = event.peak
-                case Unpack(value):
-                    self._unpack(value, moment)
-                case Release(_):
-                    pass
+            if moment in prefetches:
+                for value in sorted(prefetches[moment], reverse=True):  # backward needs the latest first
+                    if moment <= self.ends[value]:
+                        self._fetch(value, moment)
+            if isinstance(event, Run):
+                self.now += event.seconds
+                self.inner[moment] = event.peak
+            elif isinstance(event, Unpack):
+                self._unpack(event.value, moment)
 
     def _unpack(self, value: int, moment: int) -> None:
         if self.fixed[value]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from scrimp._ambient import Ambient
@@ -198,12 +198,16 @@ def trace(fn: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Trace:
         limiter = Limiter(Control(EveryN(1), verify=False), meter_for(device, 0), budget=None)
         tracing = Tracing(limiter, before)
         try:
-            with tracing.span(module):
-                loss = fn(*args, **kwargs)
-            go_backward(loss, tracing.recorder)
+            dismantle(_step(tracing, module, lambda: fn(*args, **kwargs)))
         finally:
             tracing.leave()
         return tracing.finished()
+
+
+def _step(tracing: Tracing, module: nn.Module | None, forward: Callable[[], Tensor]) -> list[Node]:
+    with tracing.span(module):
+        loss = forward()
+    return go_backward(loss, tracing.recorder)
 
 
 def is_described(tree: object) -> bool:
@@ -225,8 +229,8 @@ def device_of(module: nn.Module | None, tree: object) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def go_backward(loss: Tensor | None, recorder: StepRecorder) -> None:
-    """Run backward under the recorder, from what must be a loss."""
+def go_backward(loss: Tensor | None, recorder: StepRecorder) -> list[Node]:
+    """Run backward under the recorder, from what must be a loss; returns the graph, to :func:`dismantle`."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise TraceError(
             f"need a loss, a tensor of one element that requires grad, to go backward from; have {loss!r:.80}"
@@ -234,6 +238,31 @@ def go_backward(loss: Tensor | None, recorder: StepRecorder) -> None:
     recorder.look_for_deaths()
     torch.autograd.backward(loss)
     recorder.backward.close("")
+    return _nodes(loss.grad_fn)
+
+
+def _nodes(root: Node | None) -> list[Node]:
+    """All nodes of a graph, each after those that lead to it."""
+    found: set[Node] = set()
+    pending = [root] if root is not None else []
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [following for following, _ in node.next_functions if following is not None]
+    # Nodes count up as forward makes them; those that accumulate gradients have the highest number, and are leaves.
+    return sorted(found, key=lambda node: node._sequence_nr() if node.next_functions else -1, reverse=True)
+
+
+def dismantle(nodes: list[Node]) -> None:
+    """Free a graph whose root nobody else holds, node by node.
+
+    A node that Python has looked at, as recording backward does, frees what follows it from within its own destructor:
+    left to itself, a graph of some ten thousand nodes in a row overflows the stack.
+    """
+    nodes.reverse()
+    while nodes:
+        nodes.pop()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from scrimp import __version__
 from scrimp._demo import demo as run_demo
 from scrimp._machine import MACHINES
 from scrimp._machine import machine as machine_named
-from scrimp._plan_command import find_trace, plans_for, read_budget, table_of
+from scrimp._plan_command import find_trace, plans_for, read_budget, read_tier, table_of
 from scrimp.errors import BudgetError, ScrimpError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Memory-efficient backpropagation for PyTorch.")
@@ -60,6 +60,8 @@ def plan(
         list[str] | None,
         typer.Option("--budget", "-b", help='Such as "8GiB", or 0.5 of the machine. Several times for several plans.'),
     ] = None,
+    host: Annotated[str | None, typer.Option(help="Host memory that stored values may take; none without it.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Bytes of files that they may take beyond that.")] = None,
     machine: Annotated[str, typer.Option(help=f"Whose times to estimate: {', '.join(MACHINES)}.")] = "H200",
     points: Annotated[int, typer.Option(min=2, help="Without a budget: how many to plan for.")] = 10,
     save: Annotated[Path | None, typer.Option(help="Save the plan here; needs one budget.")] = None,
@@ -78,7 +80,7 @@ def plan(
             typer.echo(f"Note: {guess.message}", err=True)
         if save_trace:
             trace.save(save_trace)
-        plans = plans_for(trace, budgets, points)
+        plans = plans_for(trace, budgets, points, read_tier(host), read_tier(disk))
     except ScrimpError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

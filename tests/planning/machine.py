@@ -65,7 +65,9 @@ class Machine:
         op = self.trace.values[value].op
         if op is None or not self.is_replayable(op):
             return True
-        return self.is_saved(value) and not isinstance(self.decision(value), Drop)
+        if self.is_saved(value):
+            return not isinstance(self.decision(value), Drop)
+        return isinstance(self.decisions.get(value), Keep)
 
     def starts_of(self, value: int) -> set[int]:
         """Everything that a replay of ``value`` could start from, were nothing retained."""

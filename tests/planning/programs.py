@@ -97,6 +97,9 @@ def random_decisions(random: Random, trace: Trace) -> dict[int, Decision]:
             free_at = random.randint(facts.saved_at[value], len(trace.ops) - 1)
             options.append(Store(free_at, random.randrange(len(trace.events))))
         decisions[value] = random.choice(options)
+    for value in sorted(facts.holdable):
+        if random.random() < 0.3:
+            decisions[value] = Keep()
     return decisions
 
 

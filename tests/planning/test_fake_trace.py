@@ -1,5 +1,7 @@
 """Traces of steps that never run."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -172,3 +174,38 @@ def test_a_machine_has_a_link() -> None:
     module, x = Perceptron(), torch.empty(32, 64)
     links = [scrimp.trace_on(name, module, x).out_bandwidth for name in ("H200", "T4", "CPU")]
     assert links[0] > links[1] > links[2] == 0
+
+
+def test_an_rms_norm_is_one_operator() -> None:
+    """It saves its input as it is, and numbers for each row, as a GPU's kernel does, and is not spelled out."""
+    norm = nn.RMSNorm(64, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(32, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    seen = scrimp.trace_on("H200", lambda x: norm(x * 2).sum(), x)
+    saved = [seen.values[value].nbytes for op in seen.ops for value in op.saves if seen.values[value].op is not None]
+    assert sum(nbytes for nbytes in saved if nbytes >= x.nbytes) == x.nbytes
+    assert [op.name for op in seen.ops][:3] == ["aten.mul.Tensor", "aten.native_layer_norm.default", "aten.sum.default"]
+
+
+_DEEP = """
+import threading, torch, scrimp
+
+def forward(x):
+    for _ in range(4000):
+        x = x.tanh()
+    return x.sum()
+
+def step():
+    print(len(scrimp.trace_on("H200", forward, torch.empty(64, device="meta", requires_grad=True)).ops))
+
+threading.stack_size(512 << 10)
+thread = threading.Thread(target=step)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_long_chain_does_not_overflow_the_stack() -> None:
+    """A graph many times deeper than the stack is large goes node by node when it was traced."""
+    run = subprocess.run([sys.executable, "-c", _DEEP], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["4002"]

@@ -10,26 +10,31 @@ import pytest
 from hypothesis import given, settings
 
 from scrimp._index import index
-from scrimp._plan import Drop, Keep
+from scrimp._plan import Decision, Drop, Keep
 from scrimp._simulate import simulate, simulate_index
 from scrimp._solve import frontier, plan
 from scrimp._solve._planner import Planner
 from scrimp._trace import Trace
 from scrimp.errors import BudgetError
 
-from .models import chain, gpt, resnet, unet
+from .models import Builder, chain, gpt, resnet, unet
 from .programs import random_trace, randoms
 
+MIB = 1 << 20
 MODELS: list[Callable[[], Trace]] = [lambda: gpt(layers=3, vocabulary=4000), lambda: resnet(blocks=4), unet]
 
 
-def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1)) -> list[tuple[int, float]]:
-    """Peak and seconds of every plan of keeps and drops."""
+def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1), held: bool = False) -> list[tuple[int, float]]:
+    """Peak and seconds of every plan of keeps and drops; if ``held``, with all choices of unsaved values to keep."""
     facts = index(trace)
-    options = [[Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided]
+    options: dict[int, list[Decision | None]] = {
+        value: [Keep(), *map(Drop, passes)] if value in facts.droppable else [Keep()] for value in facts.decided
+    }
+    options |= {value: [None, Keep()] for value in sorted(facts.holdable) if held}
     found = []
-    for choice in product(*options):
-        timeline = simulate(trace, dict(zip(facts.decided, choice, strict=True)))
+    for choice in product(*options.values()):
+        decisions = {value: one for value, one in zip(options, choice, strict=True) if one is not None}
+        timeline = simulate(trace, decisions)
         found.append((timeline.peak, timeline.seconds))
     return found
 
@@ -39,10 +44,11 @@ def every_plan(trace: Trace, passes: tuple[int, ...] = (0, 1)) -> list[tuple[int
 def test_bound_holds_for_every_plan(random: Random) -> None:
     """No plan within a budget, of all that there are, is faster than the bound for that budget."""
     trace = random_trace(random, most_ops=5)
-    if len(index(trace).droppable) > 5:
+    facts = index(trace)
+    if len(facts.droppable) + len(facts.holdable) > 6:
         return
     planner = Planner(trace)
-    plans = every_plan(trace)
+    plans = every_plan(trace, held=True)
     for budget in {peak for peak, _ in plans}:
         best = min(seconds for peak, seconds in plans if peak <= budget)
         assert planner.bound(budget) <= best * (1 + 1e-6)
@@ -145,3 +151,21 @@ def test_a_frontier_needs_two_points() -> None:
     """Fewer are refused."""
     with pytest.raises(ValueError, match="two points"):
         frontier(chain(3), points=1)
+
+
+def test_what_nobody_saves_is_kept_where_that_takes_less() -> None:
+    """Blocks whose norms save a wider copy of their input keep the input, which autograd itself does not save."""
+    build = Builder()
+    x = build.op("start", [], [MIB])[0]
+    for _ in range(12):
+        (wide,) = build.op("widen", [x], [2 * MIB], save_made=(0,))
+        (inner,) = build.op("mm", [wide], [8 * MIB], save_made=(0,), flops=4e10)
+        x = build.op("mm", [inner], [MIB], flops=4e10)[0]
+    trace = build.trace()
+    facts = index(trace)
+    inputs: dict[int, Decision] = dict.fromkeys(facts.droppable, Drop()) | dict.fromkeys(facts.holdable, Keep())
+    by_hand = simulate(trace, inputs)
+    made = plan(trace, by_hand.peak)
+    assert facts.holdable & {value for value, decision in made.decisions.items() if decision == Keep()}
+    assert made.peak == simulate(trace, made).peak <= made.budget
+    assert made.seconds <= by_hand.seconds

@@ -54,6 +54,7 @@ def plan(trace: Trace, budget: Budget, *, host: Budget | None = None, disk: Budg
         solution = planner.smallest()
         if solution.peak > nbytes:
             raise _infeasible(planner, solution, nbytes)
+        solution = planner.polished(solution, nbytes)
     return _plan(planner, solution, nbytes)
 
 

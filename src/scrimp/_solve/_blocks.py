@@ -89,7 +89,7 @@ def menu_of(
     for mask in drop_sets:
         retained = inside - set(cuts.values[mask & mine].tolist())
         nbytes = sum(facts.size[value] for value in retained)
-        found.setdefault((nbytes, cuts.seconds(mask & mine)), frozenset(retained))
+        found.setdefault((nbytes, cuts.seconds((mask & mine) | cuts.is_held)), frozenset(retained))
     return Menu(
         forward=sum(facts.trace.ops[op].seconds for op in on_path),
         backward_need=_backward_need(facts, relaxed, block),

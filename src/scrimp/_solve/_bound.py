@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
+from .._index import Index
 from .._simulate import Timeline
 from ._cut import Cuts
 
@@ -38,24 +39,48 @@ class Bound:
 
 @final
 class Relaxed:
-    """Levels of the relaxed step: a dropped value takes nothing from its natural end to its last release."""
+    """Levels of the relaxed step: a dropped value takes nothing from its natural end to its last release.
+
+    An unsaved value that is held takes its bytes as long as it must at least.
+    """
 
     def __init__(self, cuts: Cuts, plain: Timeline) -> None:
         facts = cuts.facts
-        self._plain = plain
+        self._moments = facts.moments
+        least = _least_ends(facts)
+        last = [least[v] if held else facts.last_release[v] for v, held in zip(cuts.values, cuts.is_held, strict=True)]
         self.starts: Final = np.array([facts.natural_end[value] + 1 for value in cuts.values], dtype=np.int64)
-        ends = np.array([facts.last_release[value] + 1 for value in cuts.values], dtype=np.int64)
-        self.ends: Final = np.maximum(ends, self.starts)
+        self.ends: Final = np.maximum(np.array(last, dtype=np.int64) + 1, self.starts)
         self.sizes: Final = np.array([facts.size[value] for value in cuts.values], dtype=np.int64)
+        self.all_kept: Final = plain.levels + self._standing(cuts.is_held)
         self.all_dropped: Final = self.levels(np.ones(len(cuts.values), dtype=bool))
 
     def levels(self, dropped: NDArray[np.bool_]) -> NDArray[np.int64]:
-        moments = len(self._plain.levels)
-        change = np.zeros(moments + 2, dtype=np.int64)
-        np.subtract.at(change, self.starts[dropped], self.sizes[dropped])
-        np.add.at(change, self.ends[dropped], self.sizes[dropped])
-        levels: NDArray[np.int64] = self._plain.levels + np.cumsum(change)[:moments]
-        return levels
+        return self.all_kept - self._standing(dropped)
+
+    def _standing(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Bytes of some of the values at each moment."""
+        change = np.zeros(self._moments + 2, dtype=np.int64)
+        np.add.at(change, self.starts[chosen], self.sizes[chosen])
+        np.subtract.at(change, self.ends[chosen], self.sizes[chosen])
+        standing: NDArray[np.int64] = np.cumsum(change)[: self._moments]
+        return standing
+
+
+def _least_ends(facts: Index) -> list[int]:
+    """Per unsaved value, the last moment at which it is there at least, if it is held and a replay starts from it.
+
+    What is held stays until the last release of each dropped value that is replayed from it. One of them is the first
+    that autograd saves on some way from it.
+    """
+    least = [facts.moments if at < 0 else facts.last_release[value] for value, at in enumerate(facts.saved_at)]
+    for op in range(len(facts.reads) - 1, -1, -1):
+        if facts.replayable[op]:
+            needed = min((least[value] for value in facts.outputs[op]), default=facts.moments)
+            for value in facts.reads[op]:
+                if facts.saved_at[value] < 0:
+                    least[value] = min(least[value], needed)
+    return least
 
 
 def lower_bound_of_peak(cuts: Cuts, plain: Timeline) -> int:
@@ -68,7 +93,7 @@ def lower_bound(cuts: Cuts, plain: Timeline, budget: int, rounds: int = 16) -> B
     facts = cuts.facts
     relaxed = Relaxed(cuts, plain)
     everything = np.ones(len(cuts.values), dtype=bool)
-    drop_sets = [np.zeros_like(everything), everything]
+    drop_sets = [cuts.is_held.copy(), everything]
     levels = [relaxed.levels(drop_set) for drop_set in drop_sets]
     costs = [cuts.seconds(drop_set) for drop_set in drop_sets]
     if int(levels[1].max()) > budget:
@@ -89,7 +114,7 @@ def lower_bound(cuts: Cuts, plain: Timeline, budget: int, rounds: int = 16) -> B
         paid = np.cumsum(price_at)
         prices = relaxed.sizes.astype(np.float64) * np.maximum(paid[relaxed.ends] - paid[relaxed.starts], 0.0)
         dropped, least = cuts.solve(prices)
-        value = float(multipliers @ (plain.levels[rows[: len(multipliers)]] - budget)) - float(prices.sum()) + least
+        value = float(multipliers @ (relaxed.all_kept[rows[: len(multipliers)]] - budget)) - float(prices.sum()) + least
         best = max(best, value)
         upper = float(weights @ np.array(costs))
         if value >= upper * (1 - 1e-4) and not found_row:

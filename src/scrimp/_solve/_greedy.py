@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from .._plan import Decision, Drop, Keep
+from .._plan import Drop, Keep
 from ._liveness import Liveness
 
 __all__ = ["reduce", "restore"]
@@ -29,7 +29,8 @@ def reduce(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
     over = np.concatenate([[0], np.cumsum(state.levels > budget)])
     queue: list[tuple[float, int]] = []
     for value in candidates:
-        start, end = facts.natural_end[value] + 1, min(facts.last_release[value] + 1, facts.moments)
+        last = facts.last_release[value] if facts.saved_at[value] >= 0 else state.needed_until(value)
+        start, end = facts.natural_end[value] + 1, min(last + 1, facts.moments)
         if state.is_kept(value) and start < end and (moments := int(over[end] - over[start])):
             freed = min(facts.size[value] * moments, excess)
             seconds = facts.trace.ops[facts.owner[value]].seconds
@@ -37,14 +38,14 @@ def reduce(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
     heapify(queue)
     while excess and queue:
         _, value = heappop(queue)
-        seconds = state.seconds
+        mark = state.mark()
         state.decide(value, Drop())
         left = state.excess(budget)
-        score = (excess - left) / max(state.seconds - seconds, _LEAST_SECONDS)
+        score = (excess - left) / max(state.seconds - mark.seconds, _LEAST_SECONDS)
         if left < excess and (not queue or score >= -queue[0][0] * _STILL_LEADS):
             excess = left
             continue
-        state.decide(value, Keep())
+        state.back_to(mark)
         if left < excess:
             heappush(queue, (-score, value))
     return excess == 0 or _deepen(state, budget, candidates)
@@ -63,10 +64,11 @@ def _deepen(state: Liveness, budget: int, candidates: Sequence[int]) -> bool:
         before = state.decision(value)
         if not isinstance(before, Drop) or not any(over[start:end].any() for start, end in state.retained(value)):
             continue
+        mark = state.mark()
         state.decide(value, Drop(before.passes + 1))
         left = state.excess(budget)
         if left >= excess:
-            state.decide(value, before)
+            state.back_to(mark)
             continue
         excess = left
         over = state.levels > budget
@@ -85,18 +87,16 @@ def restore(state: Liveness, budget: int, groups: Iterable[tuple[int, ...]], eff
     for group in groups:
         if state.effort >= end:
             break
-        before = {value: state.decision(value) for value in group if not state.is_kept(value)}
-        if not before:
+        dropped = [value for value in group if not state.is_kept(value)]
+        if not dropped:
             continue
-        seconds = state.seconds
-        state.decide_all(dict.fromkeys(before, Keep()))
-        if state.seconds < seconds - _LEAST_SECONDS and state.peak <= budget:
+        if any(state.level_before_replay(value) + state.facts.size[value] > budget for value in dropped):
+            state.effort += 1
+            continue
+        mark = state.mark()
+        state.decide_all(dict.fromkeys(dropped, Keep()))
+        if state.seconds < mark.seconds - _LEAST_SECONDS and state.peak <= budget:
             found = True
         else:
-            state.decide_all(before)
+            state.back_to(mark)
     return found
-
-
-def changes_between(old: Mapping[int, Decision], state: Liveness) -> dict[int, Decision]:
-    """The decisions that lead the state back to ``old``."""
-    return {value: decision for value, decision in old.items() if state.decision(value) != decision}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Final, final
+from itertools import chain
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,23 @@ __all__ = ["Liveness"]
 _COUNTS_ONCE = 8  # ops of a replay that count as one more replay in the effort
 
 
-@dataclass(frozen=True, slots=True)
-class _Replay:
+class _Replay(NamedTuple):
     """A replay in the plan: what it looked at, what it computed that has open handles, its cost."""
 
     looked_at: frozenset[int]
     computed: frozenset[int]
     cost: ReplayCost
+
+
+class Mark(NamedTuple):
+    """A state to go back to: how many changes had been made, and what they led to."""
+
+    changes: int
+    levels: NDArray[np.int64]
+    seconds: float
+
+
+_NONE = _Replay(frozenset(), frozenset(), ReplayCost(0.0, 0, 0))
 
 
 @final
@@ -53,19 +63,28 @@ class Liveness:
         self.levels: NDArray[np.int64] = plain.levels.copy()
         self.seconds = plain.seconds
         self.effort = 0
-        self._passes: dict[int, int] = {}
+        self._passes: dict[int, int] = dict.fromkeys(facts.holdable, 0)
         self._fixed = fixed_values(facts, {})
         self._ends = list(facts.last_release)
+        self._decided_outputs = [
+            [value for value in made if facts.saved_at[value] >= 0 or value in facts.holdable] for made in facts.outputs
+        ]
         self._computed_at: dict[int, list[int]] = {}
-        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._spans: list[list[tuple[int, int]]] = [[] for _ in facts.trace.values]
         self._replays: dict[int, _Replay] = {}
         self._watchers: dict[int, set[int]] = {}
+        self._journal: list[tuple[str, int, Any]] = []  # what changed, where, and what was there before
         self.decide_all(decisions)
 
     @property
     def decisions(self) -> dict[int, Decision]:
-        """The plan as it stands, for every decided value."""
-        return {value: Drop(self._passes[value]) if value in self._passes else Keep() for value in self.facts.decided}
+        """The plan as it stands, for every decided value, and what it keeps besides."""
+        return {value: self.decision(value) for value in (*self.facts.decided, *self.held)}
+
+    @property
+    def held(self) -> list[int]:
+        """The values that the plan keeps although nobody saves them."""
+        return sorted(self.facts.holdable - self._passes.keys())
 
     @property
     def peak(self) -> int:
@@ -86,7 +105,19 @@ class Liveness:
 
     def retained(self, value: int) -> list[tuple[int, int]]:
         """The half-open ranges of moments over which a dropped value is there after a replay."""
-        return [(after + 1, until + 1) for after, until in self._spans.get(value, ())]
+        return [(after + 1, until + 1) for after, until in self._spans[value]]
+
+    def needed_until(self, value: int) -> int:
+        """The last release that needs a value: its own, or that of a dropped value replayed from it."""
+        return self._ends[value]
+
+    def level_before_replay(self, value: int) -> int:
+        """Most bytes from the moment at which a dropped value goes to the first replay that sees that it is not there.
+
+        Kept, the value stands on top of that: up to there nothing else changes, as a rule.
+        """
+        first = min(chain(self.facts.unpacks[value], self._watchers.get(value, ())), default=self.facts.moments)
+        return int(self.levels[self.facts.natural_end[value] + 1 : first].max(initial=0))
 
     def decide_all(self, decisions: Mapping[int, Decision]) -> None:
         """Change many decisions, re-evaluating each replay once."""
@@ -95,6 +126,33 @@ class Liveness:
             if decision != self.decision(value):
                 moments |= self._change(value, decision)
         self._settle(moments)
+
+    def mark(self) -> Mark:
+        """The state as it is, for :meth:`back_to`."""
+        return Mark(len(self._journal), self.levels.copy(), self.seconds)
+
+    def back_to(self, mark: Mark) -> None:
+        """Undo every change since the mark was made; no replay is evaluated for that."""
+        while len(self._journal) > mark.changes:
+            match self._journal.pop():
+                case "passes", value, None:
+                    del self._passes[value]
+                    self._fixed[value] = True
+                case "passes", value, before:
+                    self._passes[value] = before
+                    self._fixed[value] = False
+                case "end", value, before:
+                    self._ends[value] = before
+                case "spans", value, before:
+                    self._spans[value] = before
+                case "replay", moment, before:
+                    self._install(moment, before)
+        self.levels[:] = mark.levels
+        self.seconds = mark.seconds
+
+    def forget_changes(self) -> None:
+        """Let go of what :meth:`back_to` needs; marks made before are no longer of use."""
+        self._journal.clear()
 
     def decide(self, value: int, decision: Decision) -> None:
         """Change one decision."""
@@ -105,6 +163,7 @@ class Liveness:
         """Change a decision and what follows at once; returns the moments whose replays may change."""
         moments = set(self.facts.unpacks[value]) | self._watchers.get(value, set())
         was_kept = value not in self._passes
+        self._journal.append(("passes", value, self._passes.get(value)))
         if isinstance(decision, Drop):
             self._passes[value] = decision.passes
         else:
@@ -143,6 +202,7 @@ class Liveness:
                 held = self._fixed[read]
                 if held:
                     self._add_held(read, -1)
+                self._journal.append(("end", read, self._ends[read]))
                 self._ends[read] = end
                 if held:
                     self._add_held(read, 1)
@@ -179,69 +239,62 @@ class Liveness:
     def _evaluate(self, moment: int) -> set[int]:
         """Make the replay at ``moment`` anew; returns the moments whose replays may change because of it."""
         self.effort += 1
-        old = self._replays.get(moment)
-        new = self._replay(moment)
+        old, new = self._replays.get(moment, _NONE), self._replay(moment)
         if old == new:
             return set()
-        if old is not None:
-            self._forget(moment, old)
-        if new is not None:
-            self._remember(moment, new)
+        self._journal.append(("replay", moment, old))
+        self.seconds += new.cost.seconds - old.cost.seconds
+        self.levels[moment] += new.cost.peak - old.cost.peak
         touched: set[int] = set()
-        before = old.computed if old is not None else frozenset()
-        after = new.computed if new is not None else frozenset()
-        for value in before | after:
+        for value in self._install(moment, new):
             touched |= self._respan(value)
         return touched
 
-    def _forget(self, moment: int, replay: _Replay) -> None:
-        del self._replays[moment]
-        self.seconds -= replay.cost.seconds
-        self.levels[moment] -= replay.cost.peak
-        for value in replay.looked_at:
+    def _install(self, moment: int, new: _Replay) -> frozenset[int]:
+        """Have another replay at ``moment``; returns the values that only one of it and the old computes."""
+        old = self._replays.get(moment, _NONE)
+        self._replays[moment] = new
+        for value in old.looked_at - new.looked_at:
             self._watchers[value].discard(moment)
-        for value in replay.computed:
-            self._computed_at[value].remove(moment)
-
-    def _remember(self, moment: int, replay: _Replay) -> None:
-        self._replays[moment] = replay
-        self.seconds += replay.cost.seconds
-        self.levels[moment] += replay.cost.peak
-        for value in replay.looked_at:
+        for value in new.looked_at - old.looked_at:
             self._watchers.setdefault(value, set()).add(moment)
-        for value in replay.computed:
+        for value in old.computed - new.computed:
+            self._computed_at[value].remove(moment)
+        for value in new.computed - old.computed:
             insort(self._computed_at.setdefault(value, []), moment)
+        return old.computed ^ new.computed
 
-    def _replay(self, moment: int) -> _Replay | None:
+    def _replay(self, moment: int) -> _Replay:
         facts = self.facts
         event = facts.trace.events[moment - len(facts.trace.ops)]
         assert isinstance(event, Unpack)
         target = event.value
         if self._is_present(target, moment):
-            return None
-        ops, starts = needed_ops(facts, target, lambda value: self._is_present(value, moment))
+            return _NONE
+        is_present, last_release, computed_at = self._is_present, facts.last_release, self._computed_at
+        ops, starts = needed_ops(facts, target, lambda value: is_present(value, moment))
         self.effort += len(ops) // _COUNTS_ONCE
         looked_at, computed, remaining = set(starts), set(), set()
         for op in ops:
-            for value in facts.outputs[op]:
-                if facts.saved_at[value] < 0:
-                    continue
+            for value in self._decided_outputs[op]:
                 looked_at.add(value)
-                if facts.last_release[value] <= moment or self._is_present(value, moment):
+                if last_release[value] <= moment or is_present(value, moment):
                     continue
                 computed.add(value)
-                passed = bisect_left(self._computed_at.get(value, ()), moment)
-                if passed >= self._passes[value] or value == target:
+                if value == target or bisect_left(computed_at.get(value, ()), moment) >= self._passes[value]:
                     remaining.add(value)
         cost = replay_cost(facts, ops, starts, remaining)
         return _Replay(frozenset(looked_at), frozenset(computed), cost)
 
     def _is_present(self, value: int, moment: int) -> bool:
-        return self._fixed[value] or any(after < moment <= until for after, until in self._spans.get(value, ()))
+        if self._fixed[value]:
+            return True
+        spans = self._spans[value]
+        return bool(spans) and any(after < moment <= until for after, until in spans)
 
     def _respan(self, value: int) -> set[int]:
         """Derive when a dropped value is there from when it is computed; returns what may see a change."""
-        old, new = self._spans.get(value, []), self._retained_spans(value)
+        old, new = self._spans[value], self._retained_spans(value)
         if old == new:
             return set()
         size = self.facts.size[value]
@@ -249,6 +302,7 @@ class Liveness:
             self.levels[after + 1 : until + 1] -= size
         for after, until in new:
             self.levels[after + 1 : until + 1] += size
+        self._journal.append(("spans", value, old))
         self._spans[value] = new
         return self._watchers.get(value, set()) | set(self.facts.unpacks[value])
 

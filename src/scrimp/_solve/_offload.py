@@ -288,7 +288,7 @@ class Offload:
                 levels[trip.free_at] += grows_by
 
     def _decided(self, trips: Sequence[_Trip]) -> dict[int, Decision]:
-        decisions = {value: self._decisions.get(value, Keep()) for value in self.facts.decided}
+        decisions = dict.fromkeys(self.facts.decided, Keep()) | dict(self._decisions)
         last = len(self.facts.trace.events) - 1
         for trip in trips:
             decisions[trip.what.value] = Store(trip.free_at, min(max(trip.fetch_at - self._ops, 0), last))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Final, final
 
 import numpy as np
@@ -20,7 +21,7 @@ from ._cut import Cuts
 from ._greedy import reduce, restore
 from ._liveness import Liveness
 from ._rotor import Rotor
-from ._search import improve
+from ._search import Unit, improve, press
 
 __all__ = ["CLOSE", "Planner", "Solution"]
 
@@ -28,12 +29,14 @@ CLOSE = 5e-4  # of the step's time: a plan this close to the proven bound is not
 _CHAIN_PAYS = 0.01  # of the step's time: a chain's schedule is looked for when this much may be gained
 _BAND = 10  # longest split in a chain's schedule, at least
 _CELLS = 2000  # about how many subchains to solve: short chains get a wider band
+_MOST_CELLS = 10_000  # and where nothing is found
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, for schedules whose rounded bytes exceed it
 _MENU_BUDGETS = (0.8, 0.6, 0.4, 0.2)  # of the plain peak: whose cuts make the options of the blocks
-_EFFORT = 8000  # what a repair, and a search after it, may evaluate
+_EFFORT = 9000  # what a repair, and a search after it, may evaluate
 _EFFORT_EACH = 200  # but no more than this for each value: few values are soon exhausted
 _SEARCHED = 4  # repaired starts that are searched from
-_SMALLEST_WITHIN = 100  # the smallest peak is searched to a percent
+_ABOUT = 50  # the smallest peak is looked for to two percent,
+_SMALLEST_WITHIN = 200  # and from there in steps of half a percent
 _SMALL = 300  # values up to which starting from everything kept, and long searches, are worth their time
 
 
@@ -61,7 +64,9 @@ class Planner:
         self.plain: Final = simulate_index(self.facts, {})
         self._cuts = Cuts(self.facts)
         owner = self.facts.owner
-        self._values = sorted(self._cuts.values.tolist(), key=lambda value: owner[value])
+        saved = self._cuts.values[~self._cuts.is_held].tolist()
+        self._values = sorted(saved, key=lambda value: owner[value])
+        self._units: list[Unit] = [tuple(unit) for _, unit in groupby(self._values, key=lambda value: owner[value])]
         few = len(self._values) <= _SMALL  # with many, a replay takes longer, and blends find most of what there is
         self._effort = min(_EFFORT if few else _EFFORT // 2, _EFFORT_EACH * len(self._values))
         self._groups = sorted(self._cuts.groups(), key=lambda group: owner[group[0]])
@@ -83,21 +88,22 @@ class Planner:
         found = sorted(self._repaired(budget, bound, enough), key=lambda state: state.seconds)
         if not found:
             return None
+        units = self._units_of(found)
         # Plans that differ in kind lead to different optima, and the fastest to begin with is often not the best in
         # the end: each is searched a little, the best of them longer.
         for seed, state in enumerate(found[:_SEARCHED]):  # fixed seeds: a plan is a function of its arguments
-            improve(state, budget, self._values, self._effort, enough, seed)
+            improve(state, budget, units, self._effort, enough, seed)
             if state.seconds <= enough:
                 return self._judged(state)
         best = min(found, key=lambda state: state.seconds)
-        improve(best, budget, self._values, _SEARCHED * self._effort, enough, seed=_SEARCHED)
+        improve(best, budget, units, _SEARCHED * self._effort, enough, seed=_SEARCHED)
         return self._judged(best)
 
     def smallest(self) -> Solution:
         """The plan with the smallest peak found."""
         best = self._keep_all()
         too_small = lower_bound_of_peak(self._cuts, self.plain) - 1
-        while too_small + max(best.peak // _SMALLEST_WITHIN, 1) < best.peak:
+        while too_small + max(best.peak // _ABOUT, 1) < best.peak:
             budget = (too_small + best.peak) // 2
             bound = lower_bound(self._cuts, self.plain, budget)
             state = next(self._repaired(budget, bound, enough=np.inf), None)
@@ -105,7 +111,20 @@ class Planner:
                 too_small = budget
             else:
                 best = self._judged(state)
-        return best
+        state = Liveness(self.facts, best.decisions)
+        press(state, self._units, self._effort, _SMALLEST_WITHIN)
+        return self.polished(self._judged(state), state.peak)
+
+    def polished(self, solution: Solution, budget: int) -> Solution:
+        """A plan within the budget, made faster where the budget has room for it."""
+        state = Liveness(self.facts, solution.decisions)
+        restore(state, budget, [*self._groups, *self._singles], self._effort)
+        improve(state, budget, self._units_of([state]), self._effort, enough=0.0)
+        return self._judged(state)
+
+    def _units_of(self, states: list[Liveness]) -> list[Unit]:
+        """What a search moves: the droppable values of each op, and what a plan holds besides."""
+        return sorted([*self._units, *((value,) for value in {held for state in states for held in state.held})])
 
     def _keep_all(self) -> Solution:
         return Solution({value: Keep() for value in self.facts.decided}, self.plain.peak, self.plain.seconds)
@@ -151,13 +170,15 @@ class Planner:
         return found
 
     def _schedule(self, nbytes: int) -> Mapping[int, Decision] | None:
-        """The chain's schedule, with a wider band where a narrow one finds nothing."""
-        band = max(_BAND, _CELLS // len(self._blocks))
-        for width in (band, 2 * band):
+        """The chain's schedule, with wider and wider bands where narrow ones find nothing."""
+        count = len(self._blocks)
+        width = max(_BAND, _CELLS // count)
+        widest = max(2 * width, _MOST_CELLS // count)
+        while True:
             decisions = Rotor(self.facts, self._blocks, self._menus, nbytes, width).decisions()
-            if decisions is not None or width >= len(self._blocks):
+            if decisions is not None or width >= min(count, widest):
                 return decisions
-        return None
+            width = min(2 * width, widest)
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
@@ -196,7 +217,9 @@ class Planner:
     def _drop_sets(self, bound: Bound) -> list[Mapping[int, Decision]]:
         seen: dict[bytes, Mapping[int, Decision]] = {}
         for mask in bound.drop_sets:
-            seen[mask.tobytes()] = {int(value): Drop() for value in self._cuts.values[mask]}
+            decisions: dict[int, Decision] = {int(value): Drop() for value in self._cuts.values[mask]}
+            decisions |= {int(value): Keep() for value in self._cuts.values[self._cuts.is_held & ~mask]}
+            seen[mask.tobytes()] = decisions
         return list(seen.values())
 
     def _start(self, decisions: Mapping[int, Decision]) -> _Start:
@@ -204,7 +227,7 @@ class Planner:
 
     def _repair(self, decisions: Mapping[int, Decision], budget: int, enough: float) -> Liveness | None:
         state = Liveness(self.facts, decisions)
-        if not reduce(state, budget, self._values):
+        if not reduce(state, budget, [*self._values, *state.held]):
             return None
         end = state.effort + self._effort
         while state.seconds > enough and state.effort < end:

@@ -9,7 +9,6 @@ to a grid; the simulator judges the outcome in exact bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
@@ -23,14 +22,6 @@ __all__ = ["Rotor"]
 
 _COARSE: Final = 256  # points of the grid of bytes that are enough
 _FINEST: Final = 2048  # and the most, where entries would otherwise round to nothing
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cell:
-    """The best for blocks s to t: seconds, and the choice made, for each point of the grid."""
-
-    seconds: NDArray[np.float64]
-    choice: NDArray[np.int64]
 
 
 @final
@@ -49,13 +40,17 @@ class Rotor:
         points = int(max(nbytes - least, 0) / self._quantum) + 1
         self._bytes = nbytes - self._quantum * np.arange(points, -1, -1)
         self._band = band
-        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._choices: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._near = np.full((len(blocks), min(band, len(blocks)), len(self._bytes)), np.inf)
+        """The seconds for a block and so many after it."""
+        self._whole = np.full((len(blocks), len(self._bytes)), np.inf)
+        """The seconds for a block and all after it."""
         self._fill()
 
     def decisions(self) -> dict[int, Decision] | None:
         """The best schedule as a plan; ``None`` where nothing fits."""
         last = len(self.blocks) - 1
-        if not np.isfinite(self._cells[0, last].seconds[-1]):
+        if not np.isfinite(self._whole[0, -1]):
             return None
         plan: dict[int, Decision] = {}
         passed = [0] * len(self.blocks)
@@ -71,31 +66,50 @@ class Rotor:
         count = len(self.blocks)
         for length in range(min(self._band, count)):
             for first in range(count - length):
-                self._cells[first, first + length] = self._cell(first, first + length)
+                self._solve(first, first + length)
         for first in range(count - 1, -1, -1):
-            if (first, count - 1) not in self._cells:
-                self._cells[first, count - 1] = self._cell(first, count - 1)
+            if (first, count - 1) not in self._choices:
+                self._solve(first, count - 1)
 
-    def _cell(self, first: int, last: int) -> _Cell:
+    def _solve(self, first: int, last: int) -> None:
+        """Find the best for blocks ``first`` to ``last``: seconds, and the choice made, at each point of the grid."""
         menu = self.menus[first]
         fits = self._bytes >= menu.backward_need
         if first == last:
-            seconds = np.where(fits, menu.forward, np.inf)
-            return _Cell(seconds, np.zeros(len(seconds), dtype=np.int64))
+            self._choices[first, last] = np.zeros(len(fits), dtype=np.int64)
+            self._put(first, last, np.where(fits, menu.forward, np.inf))
+            return
+        options = len(menu.options)
         nearest = min(last, first + self._band)
-        table = np.full((len(menu.options) + nearest - first, len(self._bytes)), np.inf)
-        following = self._cells[first + 1, last].seconds
+        table = np.full((options + nearest - first, len(fits)), np.inf)
+        following = self._done_to(last, first + 1, first + 2)[0]
         for row, (_, nbytes, replayed) in enumerate(menu.options):
-            _put_shifted(table[row], following, self._shift(nbytes + self._entry[first + 1]))
-            table[row] += np.where(fits, menu.forward + replayed, np.inf)
-        passing = 0.0
-        for row, entry in enumerate(range(first + 1, nearest + 1), start=len(menu.options)):
-            passing += self.menus[entry - 1].forward
-            _put_shifted(table[row], self._cells[entry, last].seconds, self._shift(self._entry[entry]))
-            table[row] += self._cells[first, entry - 1].seconds
-            table[row] += passing
+            shift = self._shift(nbytes + self._entry[first + 1])
+            table[row, shift:] = following[: max(len(fits) - shift, 0)] + (menu.forward + replayed)
+        table[:options, ~fits] = np.inf
+        passing = np.cumsum([self.menus[block].forward for block in range(first, nearest)])
+        splits = self._done_to(last, first + 1, nearest + 1) + passing[:, None]
+        shifts = np.array([self._shift(self._entry[entry]) for entry in range(first + 1, nearest + 1)])
+        for shift in np.unique(shifts):  # equal blocks have equal entries, so this is one shift or a few
+            rows = np.flatnonzero(shifts == shift)
+            table[options + rows, shift:] = splits[rows, : max(len(fits) - shift, 0)]
+        table[options:] += self._near[first, : nearest - first]
         choice = table.argmin(axis=0)
-        return _Cell(np.take_along_axis(table, choice[None], axis=0)[0], choice)
+        self._choices[first, last] = choice
+        self._put(first, last, table[choice, np.arange(len(choice))])
+
+    def _put(self, first: int, last: int, seconds: NDArray[np.float64]) -> None:
+        if last - first < self._band:
+            self._near[first, last - first] = seconds
+        if last == len(self.blocks) - 1:
+            self._whole[first] = seconds
+
+    def _done_to(self, last: int, first: int, end: int) -> NDArray[np.float64]:
+        """Return the seconds for the blocks from each of ``first`` to ``end - 1``, up to ``last``."""
+        if last == len(self.blocks) - 1:
+            return self._whole[first:end]
+        entries = np.arange(first, end)
+        return self._near[entries, last - entries]
 
     def _visit(
         self,
@@ -112,7 +126,7 @@ class Rotor:
         if first == last:
             self._retain(block.values, menu, passed[first], is_replay, plan)
             return
-        choice = int(self._cells[first, last].choice[point])
+        choice = int(self._choices[first, last][point])
         if choice < len(menu.options):
             retained, nbytes, _ = menu.options[choice]
             self._retain(retained, menu, passed[first], is_replay, plan)
@@ -157,8 +171,3 @@ def _quantum(span: int, smallest: int) -> float:
     if span / smallest > _FINEST:
         return span / _FINEST
     return smallest / max(1, _COARSE * smallest // span)
-
-
-def _put_shifted(row: NDArray[np.float64], seconds: NDArray[np.float64], shift: int) -> None:
-    """Into a row of infinities, what takes ``seconds``, but with ``shift`` points fewer bytes."""
-    row[shift:] = seconds[: max(len(seconds) - shift, 0)]
