@@ -133,3 +133,41 @@ def test_the_judge_finds_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(found, "plain_left", [left[0] + 1, *left[1:]])
     with pytest.raises(AssertionError):
         found.measure(found.planned({}))
+
+
+class Widened(torch.nn.Module):
+    """A block whose norm saves a copy of its input in float32, and nobody the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(*shape, dtype=torch.bfloat16) for shape in ((32, 128), (128, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to the input what the norm of it makes."""
+        wide = x.to(torch.float32)
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return x + self.down(torch.relu(self.up(normal.to(x.dtype))))
+
+
+def test_a_limit_follows_a_plan_that_keeps_what_nobody_saves() -> None:
+    """The planned step measures the predicted peak, and gives the gradients of the plain one."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(Widened() for _ in range(6))), torch.randn(2048, 32, dtype=torch.bfloat16)
+
+    def gradients() -> list[Tensor | None]:
+        model.zero_grad()
+        (model(x * 1).float().square().mean()).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients()
+    model.zero_grad()
+    with live_bytes() as count:
+        gradients()
+    session = scrimp.limit(model, int(count.peak * 0.65) + sum(p.nbytes for p in model.parameters()))
+    for _ in range(3):
+        assert all(torch.equal(one, two) for one, two in zip(plain, gradients(), strict=True))  # type: ignore[arg-type]
+    unsaved = set(session.plan.decisions) - set(index(session.trace).decided)
+    assert unsaved
+    report = session.report()
+    assert report.peak >= report.measured_peak > report.peak * 0.99
+    session.detach()
