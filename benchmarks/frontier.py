@@ -160,10 +160,8 @@ class Bench:
             Run("selective checkpoint", lambda: checkpointed(blocks, context_fn=selective)),
             Run("save_on_cpu", nullcontext, partial(save_on_cpu, pin_memory=device.type == "cuda"), once=True),
         ]
-        if device.type == "cuda":
-            self.others += [
-                Run(f"compiled, budget {part}", partial(compiled, blocks, part), once=True) for part in COMPILED
-            ]
+        parts = COMPILED if device.type == "cuda" else ()
+        self.compiled = [Run(f"compiled, budget {part}", partial(compiled, blocks, part), once=True) for part in parts]
         self.visit(self.plain)
         self.ours: list[Run] = []
 
@@ -236,7 +234,7 @@ class Bench:
     def measure(self, rounds: int, budgets: int, host: str | None) -> None:
         """Fill in peaks and ratios."""
         for number in range(rounds):
-            for runs in (self.others, self.ours):
+            for runs in (self.others, self.ours, self.compiled):
                 if runs is self.ours and not number:
                     runs[:] = self.our_runs(budgets, host)
                 for run in runs:
@@ -256,7 +254,7 @@ def table(name: str, bench: Bench) -> None:
     threads = f", {torch.get_num_threads()} threads" if bench.device.type == "cpu" else ""
     there = f"{bench.resident / 2**20:.2f}"
     print(f"\n{name}{threads}: peak of the step in MiB, {there} of them there before it; time over plain")
-    for run in (bench.plain, *bench.others, *bench.ours):
+    for run in (bench.plain, *bench.others, *bench.compiled, *bench.ours):
         if run.why_not:
             print(f"  {run.name:28} {run.why_not}")
             continue
@@ -279,7 +277,7 @@ def plot(path: Path, benches: dict[str, Bench]) -> None:
                 axis.plot(
                     [run.peak / 2**20 for run in curve], [100 * run.over_plain for run in curve], "o-", label=label
                 )
-        for run in bench.others:
+        for run in (*bench.others, *bench.compiled):
             if run.ratios:
                 axis.plot([run.peak / 2**20], [100 * run.over_plain], "s", label=run.name)
         axis.set(title=name, xlabel="peak of the step, MiB", ylabel="time over plain, %")
