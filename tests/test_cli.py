@@ -39,7 +39,7 @@ def test_demo_names_the_smallest_budget_when_there_is_too_little() -> None:
     """In words, without a traceback."""
     result = CliRunner().invoke(app, ["demo", "--steps", "1", "--fraction", "0.1"])
     assert result.exit_code == 1
-    assert "bytes). Give at least that" in result.output
+    assert "for optimizer state to come. Give at least that" in result.output
     assert "Traceback" not in result.output
 
 

@@ -47,6 +47,8 @@ class StepRecorder(Recorder):
         """The path of the module that is running."""
         self.inside = False
         """Code that a plan can decide about is running."""
+        self.failed = False
+        """The step did not fit into its budget."""
         self.answers = Answers()
         """What the forward pass was answered, when it asked its data."""
         self.lost: Shortage | None = None
@@ -84,6 +86,11 @@ class StepRecorder(Recorder):
         """Say what a step that is lost would take, by all that was seen of it."""
         assert self.lost is not None, "only a step that is lost is refused"
         return self.lost.error(self.limiter.outlook(self.lost.need))
+
+    def fail(self) -> None:
+        """Take note that the step did not fit: whatever runs next is no part of it."""
+        self.failed = True
+        self.backward.abandon()
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -262,8 +269,6 @@ class StepHooks(Hooks):
     def __init__(self, recorder: StepRecorder, scope: Limiter) -> None:
         super().__init__(recorder, scope)
         self._step = recorder
-        self.failed = False
-        """A replay did not fit into the budget."""
 
     def _packed(self, tensor: Tensor, by_function: bool) -> Any:
         if self._step.lost is not None:
@@ -299,5 +304,5 @@ class StepHooks(Hooks):
                 self._step.note_unpack(packed.value)
             return super().unpack(packed)
         except BudgetError:
-            self.failed = True
+            self._step.fail()
             raise

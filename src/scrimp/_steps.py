@@ -31,6 +31,7 @@ from scrimp._standing import Standing
 from scrimp._statistics import Ledger
 from scrimp._trace import Trace, Unpack
 from scrimp._tracing import Tracing
+from scrimp.errors import BudgetError
 from scrimp.policy import Planned
 
 
@@ -137,6 +138,8 @@ class _Follower(Recorder):
         self.watch: Callable[[], None]
         """Has the limiter see every operator from now on."""
         self.backward_began = False
+        self.failed = False
+        """A replay did not fit into the budget."""
         self.ended: Any = None
         """The mark of the moment when autograd released the last value."""
         self._names = [op.name for op in trace.ops]
@@ -201,7 +204,11 @@ class _FollowingHooks(Hooks):
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd the tensor that a handle stands for."""
         self._follower.backward_began = True
-        return super().unpack(packed)
+        try:
+            return super().unpack(packed)
+        except BudgetError:
+            self._follower.failed = True
+            raise
 
 
 @final
@@ -218,7 +225,8 @@ class _WatchMode(OurMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._recorder.ended is not None or not isinstance(func, OpOverload):
+        over = self._recorder.ended is not None or self._recorder.failed
+        if over or not isinstance(func, OpOverload):
             return passed_on(func, args, kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -37,9 +37,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self.closed = False
-        """It has seen its step, or failed, and only waits for a chance to leave."""
-        self.failed = False
-        """The step did not fit into its budget."""
+        """It has seen its step, and only waits for a chance to leave."""
 
     @never_compiled
     def __torch_dispatch__(
@@ -48,7 +46,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if self.closed:
+        if self.closed or self._recorder.failed:
             return passed_on(func, args, kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -56,8 +54,7 @@ class StepMode(OurMode):  # type: ignore[no-untyped-call]
         try:
             return self._watched(func, args, kwargs)
         except BudgetError:
-            self.closed = self.failed = True
-            self._recorder.backward.abandon()
+            self._recorder.fail()
             raise
 
     def _watched(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -98,7 +95,7 @@ class Tracing:
                 stack.enter_context(module_paths(module, self.recorder))
                 yield
             if self.recorder.lost is not None:
-                self._mode.failed = True
+                self.recorder.fail()
                 raise self.recorder.refusal()
         except BaseException as error:
             explain(error)
@@ -110,7 +107,7 @@ class Tracing:
     @property
     def failed(self) -> bool:
         """Whether the step did not fit into its budget."""
-        return self._mode.failed or self._hooks.failed
+        return self.recorder.failed
 
     def finished(self) -> Trace:
         """Return the trace of what was recorded."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import scrimp
+from scrimp._limiter import Limiter
 from scrimp.errors import BudgetError
 from scrimp.testing import live_bytes
 
@@ -37,6 +38,30 @@ def test_after_a_step_that_did_not_fit_others_are_steps_of_their_own() -> None:
     assert session.plan is not None
     for one in (session, failing):
         one.detach()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_after_a_replay_that_did_not_fit_nothing_is_limited(steps_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a recorded step, or a planned one, is of that step alone, also as long as somebody looks at it."""
+    model, batch = blocks(), torch.randn(96, 48)
+    peak = measured(lambda: model(batch).square().mean().backward(), model) + batch.nbytes
+    gradients(model)
+    session = scrimp.limit(model, int(peak * 0.7))
+    for _ in range(steps_before):
+        model(batch).square().mean().backward()
+        gradients(model)
+    with monkeypatch.context() as patched:
+
+        def no_room(*_: object) -> None:
+            raise BudgetError("no room")
+
+        patched.setattr(Limiter, "room_for", no_room)
+        with pytest.raises(BudgetError) as caught:
+            model(batch).square().mean().backward()
+    larger = blocks(count=24)
+    larger(torch.cat([batch] * 4)).square().mean().backward()
+    assert caught.value.__traceback__ is not None
+    session.detach()
 
 
 def test_a_model_whose_backward_fails_goes_with_its_last_owner() -> None:
