@@ -1,0 +1,1 @@
+"""Tests of long loops and of chains."""
