@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -227,9 +228,11 @@ def claim_workspaces(device: torch.device) -> None:
 
     Otherwise the first products of a step would, within them, where no room has been made for it.
     """
-    if device.type == "cuda":
-        with torch.enable_grad(), torch._C._DisableTorchDispatch(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            one = torch.ones(8, 8, device=device, requires_grad=True)
+    if device.type != "cuda":
+        return
+    with torch.enable_grad(), torch._C._DisableTorchDispatch(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        one = torch.ones(8, 8, device=device, requires_grad=True)
+        with suppress(RuntimeError):  # where products are refused, by deterministic algorithms say, a step has none
             torch.autograd.grad(torch.addmm(one, one, one).sum(), one)
 
 
