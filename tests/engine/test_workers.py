@@ -50,8 +50,10 @@ def branches(count: int = 3, width: int = 8) -> tuple[nn.ModuleList, Callable[[]
     return modules, lambda: sum(module(x).square().mean() for module in modules)
 
 
-def test_branches_run_at_the_same_time(cuts: list[Split]) -> None:
+def test_branches_run_at_the_same_time(cuts: list[Split], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of two branches can wait for each other."""
+    best = threaded._best  # where to cut is judged by times, and on a busy machine a node may seem to take the longest
+    monkeypatch.setattr(threaded, "_best", lambda found, costs, crew: best(found, [1e-3] * len(costs), crew))
     modules, loss = branches(2)
     scrimp.backward(loss(), workers=2)
     barrier = threading.Barrier(2, timeout=20)
