@@ -296,6 +296,15 @@ def test_a_model_that_is_moved_after_it_was_limited_is_known_anew(monkeypatch: p
     elsewhere = torch.device("meta")
     monkeypatch.setattr("scrimp._budget_session.device_of", lambda module, tree: elsewhere)
     model.to(elsewhere)
-    assert session._where() == session.device == elsewhere
+    seen = []
+
+    def look(_model: object, device: torch.device) -> None:
+        seen.append(device)
+        raise ZeroDivisionError  # nothing can be limited there
+
+    monkeypatch.setattr("scrimp._limited._state", look)
+    with pytest.raises(ZeroDivisionError):
+        model(make_batch().to(elsewhere))
+    assert seen == [session.device] == [elsewhere]
     assert session.trace is None
     session.detach()
